@@ -81,9 +81,6 @@ class HostClock:
         """Return a mark: the current time."""
         return time.perf_counter_ns()
 
-    def settle(self) -> None:
-        """Wait until all ops so far have run, which is always the case here."""
-
     def seconds(self, start: Any, stop: Any) -> float:
         """Return the seconds between two marks."""
         return float(stop - start) * 1e-9
@@ -101,12 +98,10 @@ class DeviceClock:
         event.record()
         return event
 
-    def settle(self) -> None:
-        """Wait until the device has run all ops so far, so that marks can be read."""
-        synchronize(self._device)
-
     def seconds(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two marks that the device has passed (see `settle`)."""
+        """Wait until the device has passed two marks, and return the seconds between them."""
+        start.synchronize()
+        stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
 
 

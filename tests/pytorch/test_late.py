@@ -1,23 +1,29 @@
 """The accelerator without a GPU: it has the CPU's bits, and shows what nothing orders."""
 
 import contextlib
+import io
+import itertools
+import random
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from support import late, programs
-from support.ranks import Ranks
-from support.training import OPTIMIZERS, Convolutional, Dense, wrap
+from support.training import OPTIMIZERS, Convolutional, Dense, random_plan, sharded_plan, wrap
 
+import legato
+from legato.core.plan import Message, Plan, Slice
+from legato.pytorch.runtime.attached import drift
+
+BACKEND = "late"
 pytestmark = pytest.mark.skipif(not late.can_be_built(), reason="no g++ or no ninja")
 
 
-@pytest.fixture(scope="module")
-def rank():
+@pytest.fixture
+def rank(ranks_of):
     """A function that runs another one in a process that has the device."""
-    ranks = Ranks(1, "late")
-    yield lambda function, *arguments: ranks.run(function, *arguments)[0]
-    ranks.close()
+    return lambda function, *arguments: ranks_of(1).run(function, *arguments)[0]
 
 
 def _trained(device, seed):
@@ -182,3 +188,140 @@ def _trained_with(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_finds_waits_that_legato_forgets(rank, fault):
     assert bool(rank(_trained_with, fault)) == (fault != "none")
+
+
+class Unused(Dense):
+    """Five layers that no rank uses, and one that only even ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(5))
+        self.sometimes = torch.nn.Linear(10, 10)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return self.sometimes(out) if torch.distributed.get_rank() % 2 == 0 else out
+
+
+def _host_waits(kind, case):
+    return _counted(kind, **case)
+
+
+def _counted(kind, unused=False, clipped=False, scaled=False, wire=None):
+    """In a step, in the long run; and whether a rank had races."""
+    from support.late import device as late
+
+    torch.accelerator.synchronize()
+    late.races()
+    model = (Unused() if unused else Dense()).to("late")
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    if kind == "ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+    else:
+        plan = random_plan(model, 3)
+        if kind != "none":
+            plan = sharded_plan(plan, random.Random(3), kind)
+        messages = tuple(msgspec.structs.replace(message, wire=wire) for message in plan.messages)
+        plan = msgspec.structs.replace(plan, messages=messages)
+        wrapped, optimizer = legato.distribute(model, optimizer, plan, find_unused_parameters=unused)
+    scaler = legato.GradScaler("late", enabled=scaled)
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(t.to("late") for t in model.batch(generator)) for _ in range(10)]
+    for i, (x, y) in enumerate(batches):
+        if i == 6:
+            before = late.stats()["syncs"]
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(wrapped(x), y)).backward()
+        scaler.unscale_(optimizer)
+        if clipped:
+            clip = torch.nn.utils.clip_grad_norm_ if kind == "ddp" else legato.attachment(wrapped).clip_grad_norm_
+            clip(*([model.parameters()] if kind == "ddp" else []), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    waits = (late.stats()["syncs"] - before) / 4
+    torch.accelerator.synchronize()
+    return waits, late.races()
+
+
+CASES = [{}, {"unused": True}, {"clipped": True}, {"scaled": True}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*itertools.product(["ddp", "none", "optimizer", "gradients"], CASES), ("none", {"wire": "bf16"})],
+    ids=str,
+)
+def test_the_host_seldom_waits(two_ranks, kind, case):
+    """At most once a step where DDP does not; with shards, for each message that has a parameter without a gradient."""
+    messages = 8 if case.get("unused") and kind in ("optimizer", "gradients") else 0
+    scaler = 1 if case.get("scaled") else 0  # torch's own looks whether to skip the step
+    for waits, races in two_ranks.run(_host_waits, kind, case):
+        assert waits <= 1 + messages + scaler and not races
+
+
+#: Of the device in virtual time, in microseconds and nanoseconds.
+TIMES = {"launch_us": 1, "op_us": 20, "alpha_us": 3000, "message_ns_per_byte": 1}
+
+
+@contextlib.contextmanager
+def _virtual_times(**times):
+    from support.late import device as late
+
+    for name, value in (TIMES | times).items():
+        late.emulate(name, value)
+    try:
+        yield late
+    finally:
+        torch.accelerator.synchronize()
+        for name in TIMES:
+            late.emulate(name, {"message_ns_per_byte": 0, "alpha_us": 20}.get(name, 5))
+
+
+def _steps(wrapped, optimizer, count):
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(t.to("late") for t in wrapped.module.batch(generator)) for _ in range(count)]
+    for x, y in batches:
+        mark = torch.Event("late", enable_timing=True)
+        mark.record()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        yield mark
+
+
+def _traced():
+    model = Dense().to("late")
+    plan = Plan("flat", (Message(tuple(Slice(n, 0, p.nbytes) for n, p in model.named_parameters())),))
+    wrapped, optimizer = legato.distribute(model, OPTIMIZERS["adam"](model.parameters()), plan)
+    with _virtual_times():
+        list(_steps(wrapped, optimizer, 3))
+        with legato.attachment(wrapped).trace() as timelines:
+            marks = list(_steps(wrapped, optimizer, 4))
+        steps_s = [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    messages = [s.end_s - s.start_s for t in timelines for s in t.spans if s.kind == "message"]
+    return steps_s, [t.iteration_s for t in timelines], messages
+
+
+def test_a_trace_shows_the_times_of_the_device(two_ranks):
+    for steps_s, iterations_s, messages in two_ranks.run(_traced):
+        assert len(messages) == len(iterations_s) == 3
+        assert messages == pytest.approx([3e-3] * 3, rel=0.05)
+        assert iterations_s == pytest.approx(steps_s, rel=0.05)
+
+
+def _paces():
+    """What is said while messages take the same time, and once they take 1.5 times as long."""
+    said, model = [], Dense().to("late")
+    plan = Plan("flat", (Message(tuple(Slice(n, 0, p.nbytes) for n, p in model.named_parameters())),))
+    with mock.patch.multiple(drift, SAMPLE=5, WINDOW=10), contextlib.redirect_stderr(io.StringIO()) as out:
+        wrapped, optimizer = legato.distribute(model, OPTIMIZERS["adam"](model.parameters()), plan)
+        for alpha_us in (2000, 3000):
+            with _virtual_times(alpha_us=alpha_us):
+                list(_steps(wrapped, optimizer, 50))
+            said.append(out.getvalue())
+    return said
+
+
+def test_drift_sees_a_network_that_slows_down_and_nothing_else(two_ranks):
+    (before, after), _ = two_ranks.run(_paces)
+    assert before == "" and "communication takes 1.50 times as long" in after

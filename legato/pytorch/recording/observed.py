@@ -129,7 +129,6 @@ class StepObserver:
 
         Raises `CaptureError` if there is none: gradients are complete in another order each time.
         """
-        self._clock.settle()
         steps = [self._seconds(step) for step in self._steps[warmup:]]
         if not steps:
             raise CaptureError("no step was observed: no gradient was complete in any")

@@ -120,7 +120,6 @@ class Recorder:
         if self._problem is not None:
             kind = "" if isinstance(self._problem, CaptureError) else f"{type(self._problem).__name__}: "
             raise CaptureError(f"{kind}{self._problem}") from self._problem
-        self._clock.settle()
         seconds = self._clock.seconds
         ops = tuple(Op(name, phase, seconds(*marks), deps) for name, phase, marks, deps in self._ops)
         names = list(self._parameters)

@@ -1,5 +1,7 @@
 """Training that goes at another pace than its plan was made for."""
 
+import random
+import statistics
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -85,13 +87,16 @@ class Clock:
     """Of what is traced: only computation takes time, on rank 1 five times as much once it is slow."""
 
     def __init__(self):
-        self.slow, self.now = False, 0.0
+        self.slow, self.time = False, 0.0
 
     def compute(self, *_):
-        self.now += 0.1 if self.slow and dist.get_rank() == 1 else 0.02
+        self.time += 0.1 if self.slow and dist.get_rank() == 1 else 0.02
 
-    def perf_counter(self):
-        return self.now
+    def now(self):
+        return self.time
+
+    def seconds(self, start, stop):
+        return stop - start
 
 
 def slowing_down(replan):
@@ -100,7 +105,7 @@ def slowing_down(replan):
     with (
         short_tournaments(),
         patch.multiple(drift, SAMPLE=5, WINDOW=10),
-        patch.object(tracing, "time", clock),
+        patch.object(tracing, "clock_for", lambda device: clock),
         # The pace of DDP's passes is not watched, so legato's carry out its plan, too.
         patch.object(runtime, "is_ddps", lambda plan: False),
     ):
@@ -145,3 +150,16 @@ def test_all_ranks_plan_anew_together():
     if dist.get_rank() == 0:
         assert any("computation on rank 1 takes 5.00 times as long; replanning" in line for line in said)
     assert len(plans) >= 2 and "default-buckets" not in plans
+
+
+def test_noise_is_no_change():
+    """Passes that differ by 10%: 1,000 windows, as they are sampled."""
+    noise = random.Random(0)
+
+    def pace():
+        samples = [
+            statistics.mean(noise.gauss(1.0, 0.1) for _ in range(drift._TRACED)) for _ in range(WINDOW // SAMPLE)
+        ]
+        return statistics.median(samples)
+
+    assert Training([(pace(), pace()), (pace(), pace())] for _ in range(1000)).run(1001) == []

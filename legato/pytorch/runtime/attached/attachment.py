@@ -116,7 +116,7 @@ class Attachment:
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
         self._tracer: Tracer | None = None
-        self._drift = DriftMonitor(self._gather_numbers)
+        self._drift = DriftMonitor(self._gather_numbers, self._new_tracer)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
         self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
@@ -237,7 +237,7 @@ class Attachment:
             self._check(plan)
         if self.reason:
             return
-        clock = clock_for(next(iter(self._parameters.values())).device)
+        clock = clock_for(self._device)
         _ = self._connection
         self._tournament = Tournament(plans, self._gather_numbers, clock)
         self._plan = self._tournament.plan
@@ -279,6 +279,13 @@ class Attachment:
     def _shards(self) -> Shards | None:
         return None if self.reducer is None else self.reducer.shards
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _new_tracer(self) -> Tracer:
+        return Tracer(self._group, self._device)
+
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Record what happens in legato's passes from now on with this tracer; None ends recording."""
         self._tracer = tracer
@@ -290,7 +297,7 @@ class Attachment:
         """Measure the iterations inside: the list has one timeline for each of legato's when the context ends."""
         found: list[Timeline] = []
         self.flush()
-        tracer = Tracer(self._group.rank())
+        tracer = self._new_tracer()
         self.set_tracer(tracer)
         try:
             yield found
@@ -548,7 +555,7 @@ class Attachment:
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)
             take_state(optimizer, state, self._shards)
-        self._drift = DriftMonitor(self._gather_numbers)
+        self._drift = DriftMonitor(self._gather_numbers, self._new_tracer)
 
     def _make_reducer(self, plan: Plan, before: Reducer | None) -> Reducer:
         with _no_garbage_collection():  # thousands of small objects that all stay

@@ -31,10 +31,11 @@ class DriftMonitor:
     """Compares the pace of training with that at the beginning of a plan.
 
     `gather(pace)` exchanges paces among the ranks, and returns all of them in the order of the ranks.
+    `new_tracer()` makes what measures them.
     """
 
-    def __init__(self, gather: Callable[[Pace], Sequence[Pace]]) -> None:
-        self._gather = gather
+    def __init__(self, gather: Callable[[Pace], Sequence[Pace]], new_tracer: Callable[[], Tracer] = Tracer) -> None:
+        self._gather, self._new_tracer = gather, new_tracer
         self._tracer: Tracer | None = None
         self._samples: list[Pace] = []
         self._next = WINDOW + _TRACED  # the number of passes at which paces are compared next
@@ -58,7 +59,7 @@ class DriftMonitor:
         into = messages.passes % SAMPLE
         if self._tracer is None:
             if into == SAMPLE - _TRACED and messages.tracer is None:  # else the user traces
-                messages.tracer = self._tracer = Tracer()
+                messages.tracer = self._tracer = self._new_tracer()
         elif into < SAMPLE - _TRACED and messages.tracer is self._tracer:
             self._tracer.switch(None)
             messages.tracer = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -14,30 +14,38 @@ from torch import nn
 
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals
 from legato.pytorch._private import leaves
+from legato.pytorch.device import clock_for, group_device
 
 __all__ = ["Tracer", "trace_ddp"]
 
+_CPU = torch.device("cpu")
+
 
 class Tracer:
-    """Records what one rank does, by the host's clock.
+    """Records what one rank does, by the clock of the model's device.
 
     The compute lane is in one state at a time: a kind of work, or None while it
     waits. An iteration starts at a call of `begin_iteration`, where a backward
-    pass begins.
+    pass begins. `group` carries the messages.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, group: Any = None, device: torch.device = _CPU) -> None:
+        self.rank = 0 if group is None else group.rank()
+        self._clock = clock_for(device)
+        # What the host carries out is over when the host says so, whatever the device still has to do.
+        idle = device.type != "cpu" and group_device(group).type == "cpu"
+        self._idle = torch.Stream(device) if idle else nullcontext()
+        self._began = self._clock.now()
         self._state: SpanKind | None = None
-        self._since = 0.0
-        self._spans: list[Span] = []
-        self._starts: list[float] = []
+        self._since = self._began
+        self._marked: list[tuple[str, str, Any, Any, SpanKind, int | None]] = []
+        self._starts: list[Any] = []
 
     def switch(self, state: SpanKind | None) -> SpanKind | None:
         """Set the state of the compute lane from now on; return the previous one."""
-        now = time.perf_counter()
-        if self._state is not None and now > self._since:
-            self._spans.append(Span(self.rank, "compute", self._state, self._since, now, self._state))
+        now = self._clock.now()
+        if self._state is not None:
+            self._marked.append(("compute", self._state, self._since, now, self._state, None))
         before, self._state, self._since = self._state, state, now
         return before
 
@@ -47,11 +55,15 @@ class Tracer:
         self._starts.append(self._since)
 
     def message(self, label: str, nbytes: int, work: Any) -> None:
-        """Record that a message of `nbytes` bytes was launched; its span ends when `work` does."""
-        start = time.perf_counter()
+        """Record that a message of `nbytes` bytes was launched; its span ends when `work` does.
+
+        Where it runs on the device, the future is done at once, and calls back on a stream that waits for the message.
+        """
+        start = self._clock.now()
 
         def finished(future: Any) -> None:
-            self._spans.append(Span(self.rank, "network", label, start, time.perf_counter(), "message", nbytes))
+            with self._idle:
+                self._marked.append(("network", label, start, self._clock.now(), "message", nbytes))
 
         work.get_future().add_done_callback(finished)
 
@@ -77,26 +89,39 @@ class Tracer:
 
     def seconds(self, kind: SpanKind) -> float:
         """The time that the compute lane spent on one kind of work, in seconds."""
-        return sum(s.end_s - s.start_s for s in self._spans if s.lane == "compute" and s.kind == kind)
+        return sum(s.end_s - s.start_s for s in self._spans() if s.lane == "compute" and s.kind == kind)
 
     @property
     def communication_s(self) -> float:
         """The time in which at least one message was in flight, in seconds; only messages that have arrived count."""
-        busy = merge_intervals((s.start_s, s.end_s) for s in list(self._spans) if s.kind == "message")
+        busy = merge_intervals((s.start_s, s.end_s) for s in self._spans() if s.kind == "message")
         return sum(end - start for start, end in busy)
 
     def timelines(self, name: str) -> list[Timeline]:
         """Return one timeline for each complete iteration; each starts at 0 seconds."""
         self.switch(None)
         result = []
-        for start, end in zip(self._starts, self._starts[1:], strict=False):
-            spans = [
+        spans = sorted(self._spans(), key=lambda s: s.start_s)
+        for start, end in itertools.pairwise(self._at(mark) for mark in self._starts):
+            inside = [
                 msgspec.structs.replace(s, start_s=max(s.start_s, start) - start, end_s=min(s.end_s, end) - start)
-                for s in sorted(self._spans, key=lambda s: s.start_s)
+                for s in spans
                 if s.start_s < end and s.end_s > start
             ]
-            result.append(Timeline(name, "measured", end - start, tuple(spans)))
+            result.append(Timeline(name, "measured", end - start, tuple(inside)))
         return result
+
+    def _at(self, mark: Any) -> float:
+        """A mark, in seconds since this was made."""
+        return self._clock.seconds(self._began, mark)
+
+    def _spans(self) -> list[Span]:
+        found = []
+        for lane, name, start, end, kind, nbytes in list(self._marked):
+            start_s, end_s = self._at(start), self._at(end)
+            if end_s > start_s:
+                found.append(Span(self.rank, lane, name, start_s, end_s, kind, nbytes))
+        return found
 
 
 @contextmanager
@@ -108,10 +133,10 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     """
     ddp: Any = model
     group = ddp.process_group  # DDP's reducer holds the hook below for good, which must not hold the model
-    tracer = Tracer(dist.get_rank(group))
+    parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
+    tracer = Tracer(group, parameters[0].device)
     found: list[Timeline] = []
     waiting: set[int] = set()
-    parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
 
     def send(_: Any, bucket: Any) -> Any:
         buffer = bucket.buffer().div_(group.size())
