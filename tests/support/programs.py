@@ -102,6 +102,7 @@ class Job:
         self.beside = []  # (whether it reads weights only, stream) of what the training's own stream has not waited for
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
+        self.changes = False  # the graph is not static: torch's DDP would average nothing from there on
         self.optimizers_last = self.module_given = self.late_optimizer = False
         self.method = getattr  # of an optimizer
         self.zero_at, self.zero = "begin", lambda: [self.method(o, "zero_grad")() for o in self.optimizers]
@@ -253,6 +254,8 @@ class Job:
 
     def train(self):
         """The whole program, with its last notes."""
+        if self.changes:
+            self.options.pop("static_graph", None)
         early = None if self.optimizers_last else self.optimizers_of(self.module)
         given_module = self.module_given and self.kind in LEGATOS
         model = self.module if given_module else DDP(self.module, **self.options)
@@ -1526,7 +1529,7 @@ def frozen_part(job, rng):
     else:
         job.options["find_unused_parameters"] = True
     if thaw or not early:
-        step = rng.randrange(job.steps)
+        job.changes, step = True, rng.randrange(job.steps)
         job.moments["begin"].append(lambda: job.i == step and one().requires_grad_(early))
 
 
@@ -1742,8 +1745,8 @@ def second_model_in_turns(job, rng):
 
 @habit
 def copied_midway(job, rng):
-    """A copy of the wrapped model is trained on, by new optimizers; torch's of a static graph averages nothing."""
-    job.options.pop("static_graph", None)
+    """A copy of the wrapped model is trained on, by new optimizers."""
+    job.changes = True
     how = rng.choice([copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp)), saved])
     step, attached = rng.randrange(1, job.steps), rng.random() < 0.5
     moment = rng.choice(["begin", "after"])
@@ -1768,7 +1771,7 @@ def wrapped_again(job, rng):
 @habit
 def copied_with_optimizers(job, rng):
     """The wrapped model is copied together with its optimizers, and both are trained on."""
-    job.options.pop("static_graph", None)
+    job.changes = True
     how = rng.choice([copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved])
     attached = rng.random() < 0.5
 
@@ -2182,9 +2185,7 @@ def drawn_decisions(job):
 
         def __init__(self, plans, gather, clock, *more):
             first = plans[rng.choice([0, rng.randrange(len(plans)), -1])]
-            clock = types.SimpleNamespace(
-                now=float, settle=lambda: None, seconds=lambda *_: 1.0 + (self.plan is not first)
-            )
+            clock = types.SimpleNamespace(now=float, seconds=lambda *_: 1.0 + (self.plan is not first))
             super().__init__(plans, gather, clock, *more)
 
     with (
