@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from msgspec.structs import replace
 
-from legato.cli.axes import NO_SERVERS, Given, axes
+from legato.cli.axes import NO_SERVERS, Given, Machines, axes
 from legato.cli.fully_sharded import FullySharded, plan_fully_sharded
 from legato.cli.options import (
     SCHEDULER_HELP,
@@ -53,6 +53,14 @@ class Planning:
 
     scheduler: str = setting("all", SCHEDULER_HELP)
     collective: Collective = None
+    backend: Annotated[
+        Literal["any", "gloo", "nccl"] | None,
+        typer.Option(
+            help="torch's backend that the plan is for: nccl carries out a ring in its own way, and over gloo legato "
+            "carries out all collectives.",
+            show_default="any, or all that the cluster file has",
+        ),
+    ] = None
     compute: Compute = "one"
     max_message: str | None = setting(
         None,
@@ -95,7 +103,7 @@ def plan(
     keep_apart([workload, *([network.file] if network.file else [])], output=output, timeline=timeline)
     names = [] if how.scheduler == "all" else split(how.scheduler)
     most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
-    machines = network.machines(how.collective)
+    machines = _machines(network, how)
     job = files.read(workload, Workload)
     if how.shard == "parameters":
         _refuse_beside_parameters(how, check_bound)
@@ -145,6 +153,14 @@ def plan(
         note(f"{chosen.plan.scheduler}{why} -> {output}")
     if timeline is not None:
         note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
+
+
+def _machines(network: Given, how: Planning) -> Machines:
+    """The machines, with those collectives that the backend carries out."""
+    machines, backend = network.machines(how.collective), how.backend
+    if backend is None and (network.file is not None or how.collective is not None):
+        return machines
+    return machines._replace(cluster=machines.cluster.for_backend(backend or "any"))
 
 
 def _refuse_beside_parameters(how: Planning, check_bound: bool) -> None:

@@ -179,6 +179,18 @@ PIPELINED = ("shuffle", "ring", "halving-doubling")
 #: Ways to all-reduce that cannot be sent in halves: in between, no worker has the sum of a part of its own.
 UNDIVIDED = ("recursive-doubling", "tree", "butterfly", "ring-whole", "ring+multicast")
 
+#: torch's backends that a plan can be made for; a plan for `any` runs on all of them.
+BACKENDS = ("any", "gloo", "nccl")
+
+
+def carries_out(backend: str, collective: str) -> bool:
+    """Whether a backend of torch carries out a collective: its own, or a ring in whatever way it has.
+
+    Over gloo, legato itself carries out the others.
+    """
+    return collective in ("ring", backend) or (backend == "gloo" and collective in COLLECTIVES)
+
+
 #: The cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
@@ -411,6 +423,25 @@ class Cluster(
             bandwidth_bps=None if self.bandwidth_bps is None else 2 * self.bandwidth_bps,
             reduce_s_per_byte=self.reduce_s_per_byte / 2,
             contention=beside,
+        )
+
+    def for_backend(self, backend: str) -> Cluster:
+        """Return the cluster with those of its collectives alone that a backend carries out; servers need none.
+
+        Raises `InputError` if it has none of them, or on an unknown backend.
+        """
+        if backend not in BACKENDS:
+            raise unknown_name("backend", backend, BACKENDS)
+        kept = {
+            name: cost
+            for name, cost in self.collectives.items()
+            if name == PARAMETER_SERVER or carries_out(backend, name)
+        }
+        if not kept:
+            expected = "ring" if backend == "any" else f"ring or {backend}"
+            raise InputError(f"backend {backend}: the cluster has {', '.join(self.collectives)} (expected {expected})")
+        return msgspec.structs.replace(
+            self, collectives=kept, depths={name: costs for name, costs in self.depths.items() if name in kept}
         )
 
     @property

@@ -17,7 +17,10 @@ from typer.main import get_command
 import legato
 from legato.cli.axes import SEVERAL, SEVERAL_TIMES
 from legato.cli.commands import app
+from legato.core import files
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import EXTRAS
+from legato.core.plan import Plan
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
 
@@ -113,10 +116,27 @@ def save(path, backward_s, sizes, forward_s=0.01, readers=(0,)):
 
 
 def test_the_network_is_named_also_where_a_plan_sends_otherwise(capsys, workload):
-    _, out, err = run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--latency", "1ms")
+    gloo = ("plan", workload, "--scheduler", "ddp,legato", "--backend", "gloo")
+    _, out, err = run(capsys, *gloo, "--latency", "1ms")
     assert out.startswith("toy on 8 workers, 10 Gbit/s, latency 1 ms, 5 us a send, ring;")
     assert "legato sends with " in err and "--collective ring allows only ring" in err
-    assert "sends with" not in run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--collective", "ring")[2]
+    assert "sends with" not in run(capsys, *gloo, "--collective", "ring")[2]
+
+
+def test_a_plan_is_for_all_backends_or_for_one(capsys, tmp_path, workload):
+    def collectives(*options):
+        assert run(capsys, "plan", workload, *options, "-o", tmp_path / "p.json")[0] == 0
+        return {message.collective for message in files.read(tmp_path / "p.json", Plan).messages}
+
+    slow = ("--latency", "1ms")
+    assert collectives(*slow) == collectives(*slow, "--backend", "nccl") == {"ring"}
+    assert collectives(*slow, "--backend", "gloo") != {"ring"}
+    measured = tmp_path / "cluster.json"
+    files.write(measured, Cluster(8, {"gloo": LinearCost(1e-4, 1e-9), "ring": LinearCost(2e-4, 1e-9)}))
+    assert collectives("--cluster", measured) == {"gloo"}
+    assert collectives("--cluster", measured, "--backend", "any") == {"ring"}
+    code, _, err = run(capsys, "plan", workload, "--collective", "shuffle", "--backend", "nccl")
+    assert (code, err) == (2, "legato: backend nccl: the cluster has shuffle (expected ring or nccl)\n")
 
 
 def test_buckets_are_printed_only_where_they_gain(capsys, tmp_path):

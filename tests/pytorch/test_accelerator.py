@@ -11,13 +11,17 @@ import pytest
 import torch
 from support import late, training
 from support.automatic import OBSERVED
+from support.command import run
 from support.ranks import Ranks, on_ranks
 from support.rows import AUTO, SHARDED, row
 from support.training import OPTIMIZERS, Dense, adam, distance, random_plan, train, trained, under_both, wrap
 from torch.nn import functional as F
 
 import legato
+from legato.core import files
+from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch import attachment, capture
+from legato.schedule import SCHEDULERS
 
 #: The late device has no kernel of an LSTM.
 MODELS = ["Convolutional", "Attention", "Checkpointed", *(["Recurrent"] if torch.cuda.is_available() else [])]
@@ -162,6 +166,28 @@ def test_a_backend_that_queues_on_the_device(model):
         assert set(ranks.run(with_adam, model)) == set(ranks.run(with_rings, model)) == {0.0}
     finally:
         ranks.close()
+
+
+def planned(path):
+    """How far the weights of a training by a planned file are from those of DDP."""
+    model = build("Convolutional")
+    wrapped, optimizer = legato.distribute(model, adam(model.parameters()), path)
+    return distance(train(wrapped, optimizer, 4), trained("ddp", build("Convolutional"), adam, steps=4))
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_plans_of_the_command_line_run_on_any_backend(ranks_of, tmp_path, capsys, shard):
+    sizes = {name: p.nbytes for name, p in training.build("Convolutional").named_parameters()}
+    phases = [(f"{phase} {name}", phase) for phase in ("forward", "backward") for name in sizes]
+    ops = tuple(Op(name, phase, 1e-4, (i - 1,) if i else ()) for i, (name, phase) in enumerate(phases))
+    tensors = (Tensor(name, size, len(ops) - 1 - i, (i,)) for i, (name, size) in enumerate(sizes.items()))
+    files.write(tmp_path / "w.json", Workload("w", ops, tuple(reversed([*tensors]))))
+    for scheduler in SCHEDULERS if shard == "none" else ["legato", "ddp"]:
+        path = tmp_path / f"{scheduler}.json"
+        options = ("--scheduler", scheduler, "--shard", shard, "--workers", 2, "--bandwidth", "1Gbit", "-o", path)
+        code, _, err = run(capsys, "plan", tmp_path / "w.json", *options)
+        if "only simulated" not in err:
+            assert code == 0 and ranks_of(2).run(planned, str(path)) == [0.0, 0.0]
 
 
 @on_ranks(1)

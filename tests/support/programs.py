@@ -1975,7 +1975,8 @@ def copied_beside(job, rng):
     def copy():
         if job.i not in steps:
             return
-        with torch.no_grad(), job.on(side, "weights" if what in ("weights", "state_dict") else "gradients"):
+        joined = {"weights": "weights", "state_dict": None}.get(what, "gradients")
+        with torch.no_grad(), job.on(side, joined):
             for name, value in values().items():
                 if value is not None and value.device.type == "late":
                     if name not in copies or copies[name].shape != value.shape:
@@ -2053,14 +2054,14 @@ def batches_aside(job, rng):
 
 @on_streams
 def evaluated_beside(job, rng):
-    side, steps, joined = torch.Stream("late"), job.some(rng), rng.choice([None, "weights"])
+    side, steps = torch.Stream("late"), job.some(rng)
 
     @job.moments[rng.choice(["begin", "after"])].append
     def evaluate():
         if job.i in steps:
             x, _ = job.probe()
             job.module.eval()
-            with torch.no_grad(), job.on(side, joined):
+            with torch.no_grad(), job.on(side):
                 x.record_stream(side)
                 job.note("evaluated", job.module(x))
             job.module.train()

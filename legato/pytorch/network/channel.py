@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from legato.core.cluster import BACKENDS, carries_out
 from legato.core.errors import PlanError
 from legato.core.plan import Message
 from legato.pytorch._private import PrefixStore, default_store, group_timeout, new_gloo
@@ -68,10 +69,11 @@ def check_message(message: Message, name: str, backend: str) -> None:
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":
-        if message.collective not in (None, "ring", backend):
+        if message.collective is not None and not carries_out(backend, message.collective):
+            option = f"--backend {backend if backend in BACKENDS else 'any'}"
             raise PlanError(
                 f"{name}.collective: {message.collective!r} (expected 'ring', which {backend} carries out in its own "
-                "way; others run over gloo only): make a plan with --collective ring"
+                f"way; others run over gloo only): plan again with legato plan {option}"
             )
         return
     if _steps_of(message) is None and message.depth > 1:

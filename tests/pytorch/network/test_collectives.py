@@ -53,7 +53,7 @@ def test_plans_of_rings_run_over_nccl(scheduler):
 
 @pytest.mark.parametrize("collective", ["shuffle", "halving-doubling", "no-such"])
 def test_other_collectives_are_refused_with_the_command_that_helps(collective):
-    with pytest.raises(PlanError, match=f"m.collective: '{collective}' .*--collective ring"):
+    with pytest.raises(PlanError, match=f"m.collective: '{collective}' .*--backend nccl"):
         check_message(Message(SLICES, collective=collective), "m", "nccl")
 
 
