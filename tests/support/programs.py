@@ -65,7 +65,7 @@ from torch.utils.checkpoint import checkpoint
 import support
 from support.automatic import _planned_here, short_tournaments
 from support.ranks import Ranks
-from support.training import MODELS, first_passes, random_plan
+from support.training import MODELS, first_passes, random_plan, sharded_plan
 
 #: Seconds after which a rank that does not answer hangs; after another one has failed, it is not waited for.
 PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60, "auto": 60}, 5
@@ -102,6 +102,7 @@ class Job:
         self.beside = []  # (whether it reads weights only, stream) of what the training's own stream has not waited for
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
+        self.shard = ""  # what plans divide among the ranks
         self.changes = False  # the graph is not static: torch's DDP would average nothing from there on
         self.optimizers_last = self.module_given = self.late_optimizer = False
         self.method = getattr  # of an optimizer
@@ -334,6 +335,8 @@ class Job:
         plan = random_plan(
             getattr(model, "module", model), f"{self.seed} {self.plans}", forward_overlap=self.attaching.random() < 0.8
         )
+        if self.shard:
+            plan = sharded_plan(plan, random.Random(f"{self.seed} {self.plans}"), self.shard)
         return msgspec.structs.replace(plan, scheduler=f"random-{self.plans}")
 
     def contestants(self, model):
@@ -2078,6 +2081,12 @@ def changed_beside(job, rng):
             p = one()
             if (value := p.grad if gradient else p) is not None:
                 value.mul_(0.9)
+
+
+@on_streams
+def sharded_plans(job, rng):
+    """No stream, but each rank has states, or gradients too, for its part alone."""
+    job.shard = rng.choice(["optimizer", "gradients"])
 
 
 @on_streams
