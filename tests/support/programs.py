@@ -276,7 +276,8 @@ class Job:
         self.happen("end")
         for name, p in self.module.named_parameters():
             self.note(name, p)
-            self.note(f"{name}.grad", p.grad)
+            if not self.shard:  # else steps use gradients up
+                self.note(f"{name}.grad", p.grad)
         for name, buffer in self.module.named_buffers():
             self.note(name, buffer)
         self.note("optimizers", [o.state_dict() for o in self.optimizers])
@@ -1963,7 +1964,7 @@ def norm_beside(job, rng):
 def copied_beside(job, rng):
     """Copies of weights, gradients or states on the host, which are read later."""
     side, steps, copies = torch.Stream("late"), job.some(rng), {}
-    what = rng.choice(["weights", "gradients", "states", "state_dict"])
+    what = rng.choice(["weights", "state_dict", *([] if job.shard else ["gradients", "states"])])
     moment = rng.choice(["between", "after"]) if what in ("weights", "state_dict") else "between"
 
     def values():
@@ -2086,7 +2087,6 @@ def changed_beside(job, rng):
 @on_streams
 def sharded_plans(job, rng):
     """No stream, but each rank has states, or gradients too, for its part alone."""
-    job.shard = rng.choice(["optimizer", "gradients"])
 
 
 @on_streams
@@ -2229,6 +2229,8 @@ def run(seed, names, kind, long=False):
             if kind in LEGATOS:
                 launched = stack.enter_context(late_messages(seed))
                 stack.enter_context(drawn_decisions(job))
+            if "sharded_plans" in names:
+                job.shard = random.Random(f"{seed} shard").choice(["optimizer", "gradients"])
             for name in sorted(names, key=lambda name: name not in HABITS["model"]):
                 function = next(habits[name] for habits in HABITS.values() if name in habits)
                 function(job, random.Random(f"{seed} {name}"))

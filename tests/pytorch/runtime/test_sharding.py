@@ -446,6 +446,11 @@ def adopt_a_plan_and_leave_out_a_layer(job):
     adopt_a_plan(job, leave_out=True)
 
 
+def detach_before_the_step(job):
+    job.backward()
+    attachment(job.wrapped).detach()
+
+
 def add_parameters_before_the_step(job):
     job.backward()
     job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
@@ -493,6 +498,7 @@ USED_UP = "step() has used its gradient up, and nothing can be added to it: call
         (adopt_a_sharded_plan, USED_UP),
         (adopt_a_plan, USED_UP),
         (adopt_a_plan_and_leave_out_a_layer, f"second.weight: {USED_UP}"),
+        (detach_before_the_step, "only step() can use it: call step() or zero_grad() before the plan changes"),
         (add_parameters_before_the_step, "step() of a sharded optimizer that got other parameters since the backward"),
         (clip_by_norm_of_order_0, "norm_type: 0 with a sharded plan (expected a positive number)"),
         (clip_nothing, "no averaged gradients: a backward pass has to come first"),

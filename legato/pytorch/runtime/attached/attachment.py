@@ -253,10 +253,13 @@ class Attachment:
     def detach(self) -> None:
         """End legato's part, on all ranks: from now on the model is DDP's alone.
 
-        A backward pass of legato's that is still to come, on all of them, stays legato's.
+        A backward pass of legato's that is still to come, on all of them, stays legato's. Raises `RankError` between a
+        backward pass with sharded gradients and `step()`.
         """
         if self.is_detached:
             return
+        if self._shards is not None:
+            self._shards.check_used()
         self.reason = self.reason or "legato was detached"
         self.is_detached, self.observer, self._tournament = True, None, None
         self.flush()
@@ -533,6 +536,8 @@ class Attachment:
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
+        if self._shards is not None:
+            self._shards.check_used()
         self.flush()
         states = [whole_state(optimizer, self._shards) for optimizer in self._optimizers]
         before, self.reducer = self.reducer, None

@@ -212,7 +212,9 @@ class Delivery:
                 self._update(self._take_pending(slot.buckets[-1].index))
 
     def _read_in_backward(self, slot: Slot) -> None:
-        if slot.has_grad and not slot.to_pack and slot.is_spent:
+        with gate.invisible():
+            is_gone = slot.has_grad and not slot.to_pack and slot.is_spent
+        if is_gone:
             raise RankError(
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
                 "the backward pass has ended (use a plan without shards to keep it in place)"

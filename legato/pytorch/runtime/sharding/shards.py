@@ -136,6 +136,18 @@ class Shards(Delivery):
         for bucket in self._scattered:
             self._free(bucket)
 
+    def _unused(self) -> Slot | None:
+        """A parameter whose gradient was sent for an optimizer, which has not used it."""
+        return next((slot for slot in self.slots if slot.stage == SENT and slot.owner in self._owed), None)
+
+    def check_used(self) -> None:
+        """Raise `RankError` if sharded gradients would be lost, because these are no shards any more."""
+        if (slot := self._unused()) is not None:
+            raise RankError(
+                f"{slot.name}: the average of its gradient is sharded, and only step() can use it: call step() or "
+                "zero_grad() before the plan changes or legato is detached"
+            )
+
     def has_changed(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer got other parameters since the messages were made, which go by optimizers."""
         return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
@@ -175,9 +187,8 @@ class Shards(Delivery):
     def before_pass(self) -> None:
         """Send what was not updated since the last backward pass. Raises `RankError` if a gradient was not used."""
         super().before_pass()
-        for slot in self.slots:
-            if slot.stage == SENT and slot.owner in self._owed:
-                raise _unused(slot)
+        if (slot := self._unused()) is not None:
+            raise _second_pass(slot)
         for owner in sorted(self._owed):
             for first, second in self._gathered:
                 if first.owner == owner:
@@ -240,7 +251,7 @@ class Shards(Delivery):
                 gate.remove(slot)
                 slot.parameter.grad = None
             elif slot.is_spent and slot.stage == SENT:
-                raise _unused(slot)
+                raise _second_pass(slot)
             slot.check_cleared()
 
     def _scatter(self, before: Bucket | None = None) -> None:
@@ -534,7 +545,7 @@ def _check_unused(slots: Sequence[Slot]) -> None:
                 )
 
 
-def _unused(slot: Slot) -> RankError:
+def _second_pass(slot: Slot) -> RankError:
     return RankError(
         f"{slot.name}: a second backward pass before step() or zero_grad(): the average of its gradient is sharded, "
         "and nothing can be added to it; use no_sync() for all backward passes but the last"
