@@ -1,20 +1,28 @@
 """The accelerator without a GPU: it has the CPU's bits, and shows what nothing orders."""
 
 import contextlib
+import copy
 import io
 import itertools
 import random
+import statistics
 from unittest import mock
 
 import msgspec
 import pytest
 import torch
 from support import late, programs
-from support.training import OPTIMIZERS, Convolutional, Dense, random_plan, sharded_plan, wrap
+from support.training import OPTIMIZERS, Convolutional, Dense, first_passes, random_plan, sharded_plan, wrap
 
 import legato
+import legato.auto
+from legato.core.cluster import LinearCost
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch.runtime.attached import drift
+from legato.core.wrapping import Group, Wrapping
+from legato.fsdp.costs import Costs
+from legato.fsdp.rules import run
+from legato.fsdp.units import Precision, units_of
+from legato.pytorch.runtime.attached import drift, tournament
 
 BACKEND = "late"
 pytestmark = pytest.mark.skipif(not late.can_be_built(), reason="no g++ or no ninja")
@@ -259,8 +267,9 @@ def test_the_host_seldom_waits(two_ranks, kind, case):
         assert waits <= 1 + messages + scaler and not races
 
 
-#: Of the device in virtual time, in microseconds and nanoseconds.
-TIMES = {"launch_us": 1, "op_us": 20, "alpha_us": 3000, "message_ns_per_byte": 1}
+#: Of the device in virtual time, in microseconds and nanoseconds; and otherwise.
+TIMES = {"launch_us": 1, "op_us": 20, "ns_per_byte": 0, "alpha_us": 3000, "message_ns_per_byte": 1}
+USUAL = {"launch_us": 5, "op_us": 5, "ns_per_byte": 0, "alpha_us": 20, "message_ns_per_byte": 0}
 
 
 @contextlib.contextmanager
@@ -273,8 +282,8 @@ def _virtual_times(**times):
         yield late
     finally:
         torch.accelerator.synchronize()
-        for name in TIMES:
-            late.emulate(name, {"message_ns_per_byte": 0, "alpha_us": 20}.get(name, 5))
+        for name, value in USUAL.items():
+            late.emulate(name, value)
 
 
 def _steps(wrapped, optimizer, count):
@@ -325,3 +334,130 @@ def _paces():
 def test_drift_sees_a_network_that_slows_down_and_nothing_else(two_ranks):
     (before, after), _ = two_ranks.run(_paces)
     assert before == "" and "communication takes 1.50 times as long" in after
+
+
+def _step_s(model, plan, **times):
+    """The median step of a model in virtual time, under DDP, which unpacks nothing, or under a plan."""
+    model = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    if plan is None:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        wrapped, optimizer = legato.distribute(model, optimizer, plan)
+    with _virtual_times(**times):
+        marks = list(_steps(wrapped, optimizer, 10))
+    return statistics.median(1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(marks[3:]))
+
+
+def _decided(alpha_us, message_ns_per_byte):
+    """The computing that auto observes and that of DDP; the network that it measures; the winner and the fastest."""
+    times = {"alpha_us": alpha_us, "message_ns_per_byte": message_ns_per_byte}
+    model, contests = Dense().to("late"), []
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    flat = Plan("flat", (Message(tuple(Slice(n, 0, size) for n, size in sizes.items())),))
+    single = Plan("single", tuple(Message((Slice(n, 0, size),)) for n, size in reversed(sizes.items())))
+    overlapped = msgspec.structs.replace(single, scheduler="overlapped", forward_overlap=True)
+    plans = [flat, single, overlapped]
+    expected_s = [_step_s(model, plan, **times) for plan in plans]
+    computing_s = _step_s(model, None, alpha_us=0, message_ns_per_byte=1e-6)
+
+    def planned(contest):
+        contests.append(contest)
+        return plans
+
+    trained = copy.deepcopy(model)
+    with _virtual_times(**times), mock.patch.object(legato.auto, "_planned", planned), first_passes(12):
+        wrapped, optimizer = legato.distribute(trained, OPTIMIZERS["adam"](trained.parameters()))
+        with mock.patch.multiple(tournament, TURN_S=0.0, FEWEST_STEPS=2, FIRST_UNTIMED=3, MOST_ROUNDS=3):
+            list(_steps(wrapped, optimizer, 90))
+    seen = [(c.workload.compute_s, c.cluster.cost().alpha_s, c.cluster.cost().beta_s_per_byte) for c in contests]
+    attached = legato.attachment(wrapped)
+    assert not attached.observed
+    return computing_s, seen, attached.plan.scheduler, plans[expected_s.index(min(expected_s))].scheduler
+
+
+@pytest.mark.parametrize(("alpha_us", "message_ns_per_byte"), [(5, 200), pytest.param(400, 1, marks=pytest.mark.slow)])
+def test_auto_decides_by_the_times_of_the_device(two_ranks, alpha_us, message_ns_per_byte):
+    (computing_s, [(compute_s, alpha_s, beta_s_per_byte)], winner, fastest), other = two_ranks.run(
+        _decided, alpha_us, message_ns_per_byte
+    )
+    assert compute_s == pytest.approx(computing_s, rel=0.05)
+    assert (alpha_s, beta_s_per_byte) == pytest.approx((1e-6 * alpha_us, 1e-9 * message_ns_per_byte), rel=0.1)
+    assert winner == fastest == other[2]
+
+
+class Chain(torch.nn.Module):
+    """Layers of one size."""
+
+    def __init__(self, width=64, depth=6):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = torch.nn.Linear(width, 11)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def _groups(size, kept=0):
+    """So many layers a group; the last groups keep their parameters."""
+    names = [tuple(f"layers.{k}" for k in range(i, i + size)) for i in range(0, 6, size)]
+    return tuple(Group(layers, reshard=i < len(names) - kept) for i, layers in enumerate(names))
+
+
+WRAPPINGS = {
+    "one": Wrapping("one", _groups(1)),
+    "two": Wrapping("two", _groups(2)),
+    "ahead": Wrapping("ahead", _groups(1), forward_prefetch=2, backward_prefetch=2),
+    "kept": Wrapping("kept", _groups(1, kept=2)),
+}
+
+
+def _sharded_steps(name, alpha_us, ns_per_byte):
+    """Seconds of a step of FSDP2, without that of the optimizer: predicted, and on the device; kinds of collectives."""
+    from support.late import device as late
+
+    x, y = torch.randn(32, 64).to("late"), torch.randint(0, 11, (32,)).to("late")
+
+    def training():
+        model = Chain().to("late")
+        return model, lambda: torch.nn.functional.cross_entropy(model(x), y)
+
+    times = {"launch_us": 0, "op_us": 1, "ns_per_byte": 2, "alpha_us": alpha_us, "message_ns_per_byte": ns_per_byte}
+    with _virtual_times(**times):
+        model, loss = training()
+        workload = legato.pytorch.capture(model, torch.optim.SGD(model.parameters(), lr=1e-2), loss, runs=2)
+        cost = LinearCost(1e-6 * alpha_us, 1e-9 * ns_per_byte)
+        costs = Costs(2, cost, cost, cost, copy_s_per_byte=4e-9)
+        predicted = run(units_of(workload, 2, Precision()), WRAPPINGS[name], costs, Precision())
+        model, loss = training()
+        legato.fully_shard(model, WRAPPINGS[name])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for i in range(3):
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            late.trace(i == 2)
+            marks = [torch.Event("late", enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            loss().backward()
+            marks[1].record()
+            torch.accelerator.synchronize()
+            found = sorted((start, kind) for _, kind, start, _ in late.rows())
+            optimizer.step()
+        late.trace(False)
+    kinds = {"allgather_base": "gather", "reduce_scatter_base": "reduce_scatter"}
+    seen = [kinds[kind] for _, kind in found if kind in kinds]
+    pieces = sorted((p.start_s, p.kind) for p in predicted.pieces if p.kind in kinds.values())
+    return predicted.seconds, 1e-3 * marks[0].elapsed_time(marks[1]), seen, [kind for _, kind in pieces]
+
+
+@pytest.mark.parametrize(("alpha_us", "ns_per_byte"), [(150, 2), (20, 8), (500, 0.5), (50, 1)])
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_steps_of_fsdp2_take_what_is_predicted(two_ranks, name, alpha_us, ns_per_byte):
+    for predicted_s, took_s, seen, planned in two_ranks.run(_sharded_steps, name, alpha_us, ns_per_byte):
+        assert predicted_s == pytest.approx(took_s, rel=0.05)
+        assert seen == planned

@@ -29,7 +29,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 from legato.pytorch._private import group_timeout
-from legato.pytorch.device import group_device, synchronize
+from legato.pytorch.device import clock_for, group_device
 from legato.pytorch.network.channel import Channel, channel_for, check_message
 from legato.pytorch.network.contention import measure_contention
 
@@ -201,27 +201,27 @@ def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
 
 def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -> float:
     gradient, first, *rest = buffers
-    start = time.perf_counter()
+    clock = clock_for(first.device)
+    start = clock.now()
     works = [channel(first, message)]
     for buffer in rest:
         torch.mul(gradient, 0.5, out=buffer)  # as the runtime packs it
         works.append(channel(buffer, message))
     for work in works:
         work.wait()
-    synchronize(first.device)
-    return (time.perf_counter() - start) / (1 + len(rest))
+    return clock.seconds(start, clock.now()) / (1 + len(rest))
 
 
 def _unpack_s_per_byte(group: Any) -> float:
     """The cost of copying a received message into new gradients, while all ranks copy."""
     device = group_device(group)
+    clock = clock_for(device)
     message = torch.ones(_UNPACKED // 4, device=device)
 
     def once() -> float:
-        start = time.perf_counter()
+        start = clock.now()
         torch.empty_like(message).copy_(message)
-        synchronize(device)
-        return time.perf_counter() - start
+        return clock.seconds(start, clock.now())
 
     return _times([once], group)[0] / _UNPACKED
 
