@@ -2110,6 +2110,10 @@ def hooked_beside(job, rng):
 
 # ---- drawing and running ----------------------------------------------------------------------
 
+#: What a sharded plan is documented not to do as DDP does: ranks that have other values or gradients, gradients that
+#: are kept or read after the step, states that are read, parameters that two optimizers have.
+NOT_SHARDED = {"weights_apart", "steps_in_hooks", "init_sync_off", "gradients_kept", "gradient_scaled",
+               "gradient_noise", "optimizer_copied", "optimizer_state", "overlapping_optimizers"}  # fmt: skip
 #: What the late device cannot do, or reads too early under DDP.
 NOT_LATE = {"recurrent", "complex", "sparse", "over_numpy", "joined", "nested", "evaluated_for_inference",
             "module_inferred", "forked", "data_filled", "written_through_numpy", "data_over_numpy",
@@ -2131,7 +2135,8 @@ def drawn(seed, slow=False, auto=False, late=False):
     names = [of, by, *rng.sample(pool, count)]
     changed = [rng.choice(ON_LEGATO.split())] if auto and rng.random() < 0.3 else []
     streams = rng.sample(list(HABITS["late"]), rng.randint(1, 3)) if late else []
-    return list(dict.fromkeys(names + changed + streams))
+    left_out = NOT_SHARDED if "sharded_plans" in streams else ()
+    return [name for name in dict.fromkeys(names + changed + streams) if name not in left_out]
 
 
 def is_legatos(error):
