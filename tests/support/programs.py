@@ -2111,9 +2111,9 @@ def hooked_beside(job, rng):
 # ---- drawing and running ----------------------------------------------------------------------
 
 #: What a sharded plan is documented not to do as DDP does: ranks that have other values or gradients, gradients that
-#: are kept or read after the step, states that are read, parameters that two optimizers have.
-NOT_SHARDED = {"weights_apart", "steps_in_hooks", "init_sync_off", "gradients_kept", "gradient_scaled",
-               "gradient_noise", "optimizer_copied", "optimizer_state", "overlapping_optimizers"}  # fmt: skip
+#: are kept, read or changed after the step, states that are read, parameters that two optimizers have.
+NOT_SHARDED = {"weights_apart", "steps_in_hooks", "init_sync_off", "gradients_kept", "total_norm", "gradient_norms",
+               "optimizer_copied", "optimizer_state", "overlapping_optimizers", *GRADIENT_WRITERS}  # fmt: skip
 #: What the late device cannot do, or reads too early under DDP.
 NOT_LATE = {"recurrent", "complex", "sparse", "over_numpy", "joined", "nested", "evaluated_for_inference",
             "module_inferred", "forked", "data_filled", "written_through_numpy", "data_over_numpy",
