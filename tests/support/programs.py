@@ -1942,6 +1942,27 @@ def averaged_beside(job, rng):
 
 
 @on_streams
+def averaged_late(job, rng):
+    """An average whose stream waits for the step at once, and reads the weights when the next forward pass has."""
+    side, averages, steps = torch.Stream("late"), {}, job.some(rng)
+    moment = rng.choice(["begin", "forward", "between"])
+    job.moments["after"].append(lambda: side.wait_stream(torch.accelerator.current_stream()))
+
+    @job.moments[moment].append
+    def average():
+        if job.i in steps and job.i:
+            with torch.no_grad(), side:
+                for name, p in job.module.named_parameters():
+                    averages.setdefault(name, torch.zeros_like(p)).lerp_(p.detach(), 0.1)
+            job.beside.append((True, side))
+
+    @job.moments["end"].append
+    def look():
+        torch.accelerator.current_stream().wait_stream(side)
+        job.note("averages", averages)
+
+
+@on_streams
 def norm_beside(job, rng):
     """The norm of the gradients, by which they may be scaled."""
     side, steps, used = torch.Stream("late"), job.some(rng), rng.random() < 0.5

@@ -22,7 +22,6 @@ from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sending.messages import Connection, Messages
 from legato.pytorch.runtime.sending.packing import PACK_BYTES
 from legato.pytorch.runtime.sharding.shards import Shards
-from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot, make_buckets
 from legato.pytorch.runtime.waiting.readers import Readers, settle_before_leaving
 
@@ -95,7 +94,7 @@ class Reducer:
 
     def watch(self) -> AbstractContextManager[None]:
         """Watch who reads parameters in the forward pass inside."""
-        return self.readers.watch(self.slots, self.install_gate)
+        return self.readers.watch(self.slots, self.delivery.install_gate)
 
     def close(self) -> None:
         """Bring everything up to date, remove all hooks from the parameters, and free the buckets."""
@@ -196,11 +195,7 @@ class Reducer:
 
     def _mark_sent(self, slot: Slot) -> None:
         slot.mark_sent()
-        self.install_gate(slot)
-
-    def install_gate(self, slot: Slot) -> None:
-        """Let a parameter wait until it is read."""
-        gate.install(slot, self.delivery.resolve, self.delivery.zero)
+        self.delivery.install_gate(slot)
 
     def _advance(self) -> None:
         """Launch buckets in the plan's order, up to the first one that lacks a gradient."""

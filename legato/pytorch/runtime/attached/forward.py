@@ -101,6 +101,8 @@ class ForwardPasses:
                 f"{waiting}: its update waits for the compiled graph that read it before, which did not run this time; "
                 "use a plan without forward overlap"
             )
+        if not self.in_graphs:
+            reducer.delivery.watch_streams()
         if sends:
             reducer.armed = True
             reducer.backward_scope.expect(output)

@@ -103,7 +103,7 @@ class GraphSender:
         """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
-            self.reducer.install_gate(slot)
+            self.reducer.delivery.install_gate(slot)
         return hidden[0].name if hidden else ""
 
     def waiting(self) -> list[Slot]:

@@ -9,7 +9,8 @@ If the plan partitions it, `.grad` is None until it is assembled again.
 have left them: that on which the backward pass or `step()` was called. A reader on another stream has waited for that
 one before, and does not see what comes later: it waits once more. Other readers would find no gate, and not wait: so
 everything is brought up to date, the host waits for it, and nothing waits to be read from then on
-(`Readers.note_streams`).
+(`Readers.note_streams`). Until then, gates come back when the forward pass has read the parameters, so that such a
+reader finds one between a forward pass and its backward pass, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch._private import copy_all, memory_uses, not_compiled, outside_transforms, without_overrides
+from legato.pytorch._private import (
+    copy_all,
+    memory_uses,
+    not_compiled,
+    on_compilation,
+    outside_transforms,
+    without_overrides,
+)
 from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
@@ -70,6 +78,8 @@ class Delivery:
         self._replaces_functions = False  # while updates wait
         self._device = slots[0].parameter.device
         self._home: torch.Stream | None = None  # see [Note: streams]
+        self._watched: list[Slot] = []  # parameters that have gates though they are up to date
+        self._watch = ExitStack()
         self._received: dict[Any, bool] = {}  # of what this rank had no gradient for: whether another one had
         lent = [memory for slot in slots for memory in slot.keep_apart()] + [b.buffer for b in buckets] if lends else []
         by_storage = {memory.untyped_storage().data_ptr(): memory for memory in lent}
@@ -80,6 +90,7 @@ class Delivery:
 
         A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
         """
+        self._watch_no_longer()
         if self._replaces_functions:
             gate.functions.end()
         for slot in self.slots:
@@ -98,12 +109,14 @@ class Delivery:
 
     def before_forward(self) -> None:
         """Deliver gradients that were not used yet, so that the next ones add to them."""
+        self._watch_no_longer()
         self._module_calls.end()
         with self._lock, outside_transforms():
             self.deliver(self._in_arrival_order)
 
     def before_pass(self) -> None:
         """Bring everything up to date, and prepare the parameters for a backward pass that sends."""
+        self._watch_no_longer()
         self.settle()
         self._received.clear()
         for slot in self.slots:
@@ -186,6 +199,31 @@ class Delivery:
                 self.settle()
                 home.synchronize()
         reader.wait_stream(home)
+
+    def watch_streams(self) -> None:
+        """Notice readers on other streams until the next pass, though everything is up to date."""
+        if self._home is not None and self.overlaps and not self.readers.several_streams:
+            self._watched = [slot for slot in self._gateable if slot.stage == IDLE]
+            for slot in self._watched:
+                self.install_gate(slot)
+            self._watch.enter_context(on_compilation(self._watch_no_longer))
+
+    def install_gate(self, slot: Slot) -> None:
+        """Let a parameter wait until it is read."""
+        gate.install(slot, self.resolve, self.zero, None if self._device.type == "cpu" else self._look)
+
+    def _look(self) -> None:
+        """Let a reader on another stream wait for what this one has waited for, or brought up to date, since."""
+        if not self.messages.in_backward:
+            with self._lock, outside_transforms(), self._at_home():
+                pass
+
+    def _watch_no_longer(self) -> None:
+        for slot in self._watched:
+            if slot.stage == IDLE:
+                gate.hide(slot)
+        self._watched = []
+        self._watch.close()
 
     # ---- reads -----------------------------------------------------------------------
 

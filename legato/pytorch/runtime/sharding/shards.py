@@ -179,6 +179,7 @@ class Shards(Delivery):
 
     def before_forward(self) -> None:
         """Forget gradients that no optimizer uses, for compilers look at their parameters."""
+        self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
             if slot.stage == SENT and slot.owner < 0:

@@ -151,9 +151,11 @@ def slot_of(parameter: GatedParameter) -> Slot | None:
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
     """Bring a parameter up to date, or its gradient too."""
-    slot, resolve_slot, _ = vars(parameter).get("_legato_gate", (None, None, None))
+    slot, resolve_slot, _, look = vars(parameter).get("_legato_gate", (None, None, None, None))
     if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
         resolve_slot(slot)
+    elif look is not None:
+        look()
 
 
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
@@ -185,16 +187,22 @@ def _gated(values: Any) -> Iterator[Any]:
             yield from _gated(value)
 
 
-def install(slot: Slot, resolve: Callable[[Slot], None], zero: Callable[[Slot, bool], None] | None = None) -> None:
+def install(
+    slot: Slot,
+    resolve: Callable[[Slot], None],
+    zero: Callable[[Slot, bool], None] | None = None,
+    look: Callable[[], None] | None = None,
+) -> None:
     """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
 
-    `zero(slot, set_to_none)` does what `zero_grad` does to a gradient that may be in flight.
+    `zero(slot, set_to_none)` does what `zero_grad` does to a gradient that may be in flight, and reads of what is up to
+    date call `look()`.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
     if slot.plain_class is nn.Parameter:
         if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
-            slot.gate = (slot, resolve, zero)
+            slot.gate = (slot, resolve, zero, look)
         slot.parameter._legato_gate = slot.gate  # pyrefly: ignore[missing-attribute]
         slot.parameter.__class__ = GatedParameter
 
