@@ -43,7 +43,9 @@ def build(name):
 
 @row()
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adam-fused"])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", *(pytest.param(o, marks=pytest.mark.slow) for o in ("momentum", "adam-fused"))]
+)
 def test_models_and_optimizers(kind, model, optimizer):
     return trained(kind, build(model), optimizer, steps=8)
 
@@ -175,7 +177,7 @@ def planned(path):
     return distance(train(wrapped, optimizer, 4), trained("ddp", build("Convolutional"), adam, steps=4))
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", [pytest.param("none", marks=pytest.mark.slow), "optimizer"])
 def test_plans_of_the_command_line_run_on_any_backend(ranks_of, tmp_path, capsys, shard):
     sizes = {name: p.nbytes for name, p in training.build("Convolutional").named_parameters()}
     phases = [(f"{phase} {name}", phase) for phase in ("forward", "backward") for name in sizes]
@@ -213,6 +215,7 @@ def test_capture_by_events(model):
     assert workload.compute_s == pytest.approx(workload.untraced_s, rel=1e-6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_automatic_plan():
     models = []
