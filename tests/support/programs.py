@@ -2156,6 +2156,8 @@ def drawn(seed, slow=False, auto=False, late=False):
     names = [of, by, *rng.sample(pool, count)]
     changed = [rng.choice(ON_LEGATO.split())] if auto and rng.random() < 0.3 else []
     streams = rng.sample(list(HABITS["late"]), rng.randint(1, 3)) if late else []
+    if auto:  # whose plans divide nothing, unless they are asked to
+        streams = [name for name in streams if name != "sharded_plans"]
     left_out = NOT_SHARDED if "sharded_plans" in streams else ()
     return [name for name in dict.fromkeys(names + changed + streams) if name not in left_out]
 
