@@ -18,19 +18,12 @@ __all__ = [
     "current_stream",
     "group_device",
     "restorers_of_random_states",
-    "synchronize",
 ]
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which kernels of this device are queued now; None for a CPU, which has none."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has run what is queued on it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class Fetched:

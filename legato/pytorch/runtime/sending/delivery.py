@@ -373,7 +373,7 @@ class Delivery:
         with gate.invisible():
             self._receive(slots)
             for slot in slots:
-                if not slot.has_grad and not self._received[slot]:
+                if not slot.has_grad and not self._received.get(slot):
                     continue
                 optimizer_only = slot.update is not None and slot.zero_after is set_to_none
                 if slot.whole is not None and (optimizer_only or self._lends):
