@@ -165,5 +165,5 @@ def _show(found: object, output: Path, json: bool) -> None:
     )
     if found.cluster.send_s is not None:
         note(f"a send keeps its sender busy for {format_seconds(found.cluster.send_s)}")
-    if found.cluster.contention is not None:
+    if found.compute_s:
         note(f"{found.cluster.contention}")

@@ -22,6 +22,7 @@ from legato.core.wrapping import Group, Wrapping
 from legato.fsdp.costs import Costs
 from legato.fsdp.rules import run
 from legato.fsdp.units import Precision, units_of
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.runtime.attached import drift, tournament
 
 BACKEND = "late"
@@ -396,11 +397,15 @@ class Chain(torch.nn.Module):
             for _ in range(depth)
         )
         self.head = torch.nn.Linear(width, 11)
+        self.width = width
 
     def forward(self, x):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
+
+    def batch(self, generator):
+        return torch.randn(8, self.width, generator=generator), torch.randint(0, 11, (8,), generator=generator)
 
 
 def _groups(size, kept=0):
@@ -455,12 +460,43 @@ def _sharded_steps(name, alpha_us, ns_per_byte):
     return predicted.seconds, 1e-3 * marks[0].elapsed_time(marks[1]), seen, [kind for _, kind in pieces]
 
 
+NETWORKS = [(150, 2), (20, 8), (500, 0.5), (50, 1)]
+
+
 @pytest.mark.parametrize(
     ("alpha_us", "ns_per_byte"),
-    [(150, 2), *(pytest.param(*network, marks=pytest.mark.slow) for network in [(20, 8), (500, 0.5), (50, 1)])],
+    [NETWORKS[0], *(pytest.param(*network, marks=pytest.mark.slow) for network in NETWORKS[1:])],
 )
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_steps_of_fsdp2_take_what_is_predicted(two_ranks, name, alpha_us, ns_per_byte):
     for predicted_s, took_s, seen, planned in two_ranks.run(_sharded_steps, name, alpha_us, ns_per_byte):
         assert predicted_s == pytest.approx(took_s, rel=0.05)
         assert seen == planned
+
+
+def _steps_under_plans(alpha_us, ns_per_byte):
+    """Seconds of a step under several plans: predicted for the network that calibration finds, and on the device."""
+    times = {"launch_us": 0, "op_us": 10, "ns_per_byte": 0.5, "alpha_us": alpha_us, "message_ns_per_byte": ns_per_byte}
+    model = Chain(128).to("late")
+    x, y = (tensor.to("late") for tensor in model.batch(None))
+    with _virtual_times(**times):
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        workload = legato.pytorch.capture(
+            model, optimizer, lambda: torch.nn.functional.cross_entropy(model(x), y), runs=2
+        )
+        cluster = calibrate(None, sizes=sizes_up_to(workload.nbytes)).cluster
+    pieces = [Slice(tensor.name, 0, tensor.nbytes) for tensor in workload.tensors]
+    found = []
+    for count, overlap in [(len(pieces), False), (4, False), (4, True), (1, True)]:
+        messages = tuple(Message(tuple(pieces[i : i + count])) for i in range(0, len(pieces), count))
+        plan = Plan(f"{count} a message", messages, forward_overlap=overlap)
+        found.append((legato.simulate(workload, plan, cluster).iteration_s, _step_s(model, plan, **times)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("alpha_us", "ns_per_byte"), NETWORKS)
+def test_steps_under_plans_take_what_is_predicted(two_ranks, alpha_us, ns_per_byte):
+    for found in two_ranks.run(_steps_under_plans, alpha_us, ns_per_byte):
+        for predicted_s, took_s in found:
+            assert predicted_s == pytest.approx(took_s, rel=0.05)

@@ -25,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 from legato.pytorch._private import group_timeout
@@ -43,7 +43,7 @@ _STREAM, _STREAM_BYTES, _STREAM_S = 8, 64 * 2**20, 2.0
 #: If a message takes this long, no larger ones are measured: their cost is linear.
 _LONG_S = 1.0
 #: Size of the copy with which unpacking is measured, in bytes.
-_UNPACKED = 25 * 2**20
+_COPIED = 25 * 2**20
 #: The number of sends that are measured at once.
 _SENDS = 32
 #: Alpha is at least this fraction of the floor (see [Note: what a floor hides]).
@@ -123,8 +123,9 @@ def calibrate(
         collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
         depths: numbers of chunks in which these are measured, besides one chunk.
         compute: computation like that of training, for some milliseconds or more, on every rank: with it, measure
-            how much messages and computation slow each other down (`legato.pytorch.network.contention`). Without it,
-            and on other devices than the CPU, the cluster has no contention.
+            how much messages and computation slow each other down (`legato.pytorch.network.contention`). On other
+            devices than the CPU, the contention that is measured, with or without it, is packing alone; on a CPU,
+            there is none without it.
         progress: called as `progress(done, total)` after each size, and after each measurement beside computation.
 
     Raises:
@@ -167,10 +168,14 @@ def calibrate(
         unpack_s_per_byte=_unpack_s_per_byte(group),
         send_s=_send_s(own),
     )
-    compute_s = 0.0
-    if compute is not None and group_device(group).type == "cpu":
-        contention, compute_s = measure_contention(compute, cluster, channel, group, progress=progress)
-        cluster = msgspec.structs.replace(cluster, contention=contention)
+    compute_s, contention = 0.0, None
+    if group_device(group).type != "cpu":
+        free = LinearCost(0.0, 0.0)
+        contention = Contention(delay=free, overhead=free, pack_s_per_byte=_pack_s_per_byte(group))
+    elif compute is not None:
+        packing = _pack_s_per_byte(group)
+        contention, compute_s = measure_contention(compute, cluster, channel, group, packing, progress=progress)
+    cluster = msgspec.structs.replace(cluster, contention=contention)
     dist.destroy_process_group(own)
     return Calibration(cluster, tuple(samples), compute_s)
 
@@ -214,16 +219,27 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
 
 def _unpack_s_per_byte(group: Any) -> float:
     """The cost of copying a received message into new gradients, while all ranks copy."""
-    device = group_device(group)
-    clock = clock_for(device)
-    message = torch.ones(_UNPACKED // 4, device=device)
+    message = torch.ones(_COPIED // 4, device=group_device(group))
+    return _s_per_byte(lambda: torch.empty_like(message).copy_(message), group)
+
+
+def _pack_s_per_byte(group: Any) -> float:
+    """The cost of copying gradients into a message, divided by the number of ranks, while all ranks copy."""
+    gradients = torch.ones(_COPIED // 4, device=group_device(group))
+    message = torch.empty_like(gradients)
+    return _s_per_byte(lambda: torch.mul(gradients, 0.5, out=message), group)
+
+
+def _s_per_byte(copy: Callable[[], object], group: Any) -> float:
+    """Seconds per byte of a function that copies `_COPIED` bytes, on the slowest rank."""
+    clock = clock_for(group_device(group))
 
     def once() -> float:
         start = clock.now()
-        torch.empty_like(message).copy_(message)
+        copy()
         return clock.seconds(start, clock.now())
 
-    return _times([once], group)[0] / _UNPACKED
+    return _times([once], group)[0] / _COPIED
 
 
 def _send_s(group: Any) -> float | None:

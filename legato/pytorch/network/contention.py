@@ -40,8 +40,6 @@ _MOST, _MOST_TIMES = 2048, 1000
 _MOST_LOST = 1.5
 #: Bytes of the memory of all messages together, or of two of them.
 _MEMORY = 64 * 2**20
-#: Size of the copy with which packing is measured, in bytes.
-_PACKED = 16 * 2**20
 
 _MESSAGE = Message((Slice("measured", 0, 4),))
 
@@ -97,14 +95,15 @@ def measure_contention(
     cluster: Cluster,
     channel: Channel,
     group: Any,
+    pack_s_per_byte: float = 0.0,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Contention, float]:
     """Measure beside `compute()`, which computes for some milliseconds or more, on all ranks together.
 
-    `cluster` has the costs of messages alone. Returns the contention, which is the
-    same on all ranks, and the seconds of `compute()` alone: the median, each time on the slowest rank, for which the
-    others wait in training.
+    `cluster` has the costs of messages alone; `pack_s_per_byte` is that of packing. Returns the contention, which is
+    the same on all ranks, and the seconds of `compute()` alone: the median, each time on the slowest rank, for which
+    the others wait in training.
     """
     cost = cluster.cost()
     compute()
@@ -133,7 +132,7 @@ def measure_contention(
         samples.append(Contended(nbytes, *slowest, *_mean([max(0.0, processor_s)], group)))
         if progress:
             progress(k + 1, _REPEATS * len(sizes))
-    return fit_contention(samples, cost, _pack_s_per_byte(group)), statistics.median(_slowest(passes, group))
+    return fit_contention(samples, cost, pack_s_per_byte), statistics.median(_slowest(passes, group))
 
 
 def fit_contention(samples: Sequence[Contended], cost: LinearCost, pack_s_per_byte: float = 0.0) -> Contention:
@@ -182,12 +181,3 @@ def _slowest(values: Sequence[float], group: Any) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return [float(x) for x in largest]
-
-
-def _pack_s_per_byte(group: Any) -> float:
-    """The cost of copying gradients into messages, while all ranks copy."""
-    gradients, message = torch.ones(_PACKED // 4), torch.ones(_PACKED // 4)
-    torch.mul(gradients, 0.5, out=message)
-    dist.barrier(group)
-    times = [_timed(lambda: torch.mul(gradients, 0.5, out=message))[0] for _ in range(9)]
-    return _mean([statistics.median(times)], group)[0] / _PACKED

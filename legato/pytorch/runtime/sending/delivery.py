@@ -15,6 +15,7 @@ reader finds one between a forward pass and its backward pass, too.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -367,7 +368,11 @@ class Delivery:
                 slot.zero_after(slot.parameter)
 
     def _arrive(self, slots: Iterable[Slot]) -> None:
-        """Wait for averaged gradients, and make them the parameters' `.grad`."""
+        """Wait for averaged gradients, and make them the parameters' `.grad`, one message after another."""
+        for _, together in itertools.groupby(slots, lambda slot: slot.buckets[-1].index):
+            self._unpack(list(together))
+
+    def _unpack(self, slots: Sequence[Slot]) -> None:
         self._wait_for(slots)
         grads, views = [], []
         with gate.invisible():
