@@ -22,7 +22,7 @@ from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sending.messages import Connection, Messages
 from legato.pytorch.runtime.sending.packing import PACK_BYTES
 from legato.pytorch.runtime.sharding.shards import Shards
-from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot, make_buckets
+from legato.pytorch.runtime.waiting.buckets import ABSENT, ARRIVED, AWAITED, EARLY, IDLE, PENDING, Slot, make_buckets
 from legato.pytorch.runtime.waiting.readers import Readers, settle_before_leaving
 
 __all__ = ["Reducer"]
@@ -125,11 +125,11 @@ class Reducer:
             slot.compare(gradients[0] if gradients else None)
         if slot.spent is not None:
             self.delivery.check_cleared(slot)
-        if slot.early:
+        if slot.gradient == EARLY:
             slot.taken = None  # what is not packed yet will be in `.grad`
         elif not self.messages.in_backward and self.armed:
             self.begin_backward()
-        elif self.messages.in_backward and slot.ready:
+        elif self.messages.in_backward and slot.gradient != AWAITED:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
                 "shared parameter?), where the first passes had one; use use_reentrant=False"
@@ -164,25 +164,26 @@ class Reducer:
         if not self.messages.in_backward:
             return
         self.delivery.after_accumulation()
-        if not slot.early:
+        if slot.gradient != EARLY:
             self.mark_ready(slot)
             return
-        slot.early = False
+        slot.gradient = ARRIVED
         if not slot.to_pack:
             self.delivery.packed([slot])
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
         """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
-        grad = slot.taken if slot.early else slot.parameter.grad
+        early = slot.gradient == EARLY
+        grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:
             grad = None
             if not self.delivery.takes_gradients:
                 slot.check_cleared()
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
-        slot.has_grad, slot.ready = grad is not None, True
-        if not slot.early:
+        if not early:
+            slot.gradient = ABSENT if grad is None else ARRIVED
             self._mark_sent(slot)
         for bucket in slot.buckets:
             bucket.missing -= 1
@@ -208,11 +209,11 @@ class Reducer:
         if not self.in_backward:
             return
         for slot in self.slots:
-            if slot.early:
+            if slot.gradient == EARLY:
                 raise RankError(
                     f"{slot.name}: the gradient that a compiled graph handed out was sent, and none arrived"
                 )
-            if not slot.ready:
+            if slot.gradient == AWAITED:
                 self.mark_ready(slot)
         self.armed = False
         self.messages.end_pass()
@@ -228,6 +229,6 @@ class Reducer:
         if not self.in_backward:
             return f"is between backward passes, {self.messages.passes} done"
         bucket = self.delivery.outgoing[min(self.next, len(self.delivery.outgoing) - 1)]
-        missing = next((part.slot.name for part in bucket.slices if not part.slot.ready), "")
+        missing = next((part.slot.name for part in bucket.slices if part.slot.gradient == AWAITED), "")
         where = f"is in backward pass {self.messages.passes}, at message {bucket.index} ({bucket.label})"
         return where + (f", which lacks the gradient of {missing}" if missing else "")

@@ -189,12 +189,12 @@ class Attachment:
         if not self._is_idle:
             defer_steps(optimizer, self)
         if self._shards is not None:
-            self._carry_out(self._plan)  # its parameters have messages of their own from now on
+            self._carry_out(self._wanted)  # its parameters have messages of their own from now on
 
     def begin(self) -> None:
         """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
-        if not self._first and self._is_due() and not self._pass_reason():
-            self._carry_out(self._plan)
+        if self._is_due() and not self._pass_reason():
+            self._carry_out(self._wanted)
 
     def observe(self, steps: int, decide: Callable[[], None]) -> None:
         """Let passes be DDP's, watch so many steps, and then call `decide()` on all ranks, after a backward pass.
@@ -382,24 +382,25 @@ class Attachment:
         Plans change where backward passes end, as one rank may run a forward pass alone; but to a sharded plan and back
         they change here, as gradients cannot move.
         """
-        if self.reason:
-            if self.reducer is not None:
-                self._carry_out(None)
-        elif reason := self._pass_reason():
+        if not self.reason and (reason := self._pass_reason()):
             self._leave_to_ddp(reason)
         elif self._is_due():
-            self._carry_out(self._plan)
+            self._carry_out(self._wanted)
         elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
             for optimizer in self._optimizers:
                 agree(describe_optimizer(optimizer), self._group)
-            self._carry_out(self._plan)
+            self._carry_out(self._wanted)
+
+    @property
+    def _wanted(self) -> Plan | None:
+        """The plan that passes are to carry out; None where they are to be DDP's."""
+        if self.reason or self._first or self.observer is not None or is_ddps(self._plan):
+            return None
+        return self._plan
 
     def _is_due(self) -> bool:
-        """Whether passes are not those of the plan yet, and can be."""
-        if self.reason or self._first:
-            return False
-        ours = self.observer is None and not is_ddps(self._plan)
-        return ours != (self.reducer is not None) or (self.reducer is not None and self.reducer.plan is not self._plan)
+        """Whether passes are not what they are to be."""
+        return (None if self.reducer is None else self.reducer.plan) is not self._wanted
 
     def _pass_ended(self) -> None:
         """After a backward pass that sends, on all ranks: where they tell each other what decides on later passes.
@@ -414,9 +415,9 @@ class Attachment:
                 self._kept.note()
             if self._ddps.done >= FIRST_PASSES:  # not in trainings of a few steps
                 _ = self._watchdog
-        if self.reason or (is_ddps(self._plan) and self.reducer is None and not self._first and not self.observed):
-            if self.reducer is not None:
-                self._carry_out(None)
+        if self.reason and self.reducer is not None:
+            self._carry_out(None)
+        if self.reason or not (self._wanted or self.reducer or self._first or self.observed):
             self._rest()
             return
         if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
@@ -433,7 +434,7 @@ class Attachment:
         elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
         if self._is_due() and self._shards is None and self._plan.shard == "none":
-            self._carry_out(self._plan)
+            self._carry_out(self._wanted)
 
     def _a_pass_waits(self) -> bool:
         """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""
@@ -453,9 +454,9 @@ class Attachment:
             return
         if self._shards is not None or self._plan.shard != "none":
             if self.reducer is not None:
-                self._carry_out(self._plan)
+                self._carry_out(self._wanted)
         elif not self._a_pass_waits() and self._is_due():
-            self._carry_out(self._plan)
+            self._carry_out(self._wanted)
 
     def _observation_ended(self) -> None:
         if not self._is_fit():
@@ -535,7 +536,7 @@ class Attachment:
             self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
 
     def _carry_out(self, plan: Plan | None) -> None:
-        """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
+        """Let passes be legato's under a plan, or DDP's."""
         if self._shards is not None:
             self._shards.check_used()
         self.flush()
@@ -545,7 +546,7 @@ class Attachment:
             before.close()
         if self._ddps is not None:
             self._ddps.close()
-        if plan is None or is_ddps(plan) or self.observer is not None:
+        if plan is None:
             if self._idle.is_away:
                 self._idle.bring_back()
             self._ddps = self._watch_ddp()

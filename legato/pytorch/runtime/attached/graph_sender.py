@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from legato.pytorch._private import has_gradient_hooks, not_compiled
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.waiting import gate
-from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
+from legato.pytorch.runtime.waiting.buckets import AWAITED, EARLY, IDLE, PENDING, Slot
 
 __all__ = ["GraphSender"]
 
@@ -49,12 +49,12 @@ class GraphSender:
             return
         if not reducer.in_backward:
             reducer.begin_backward()
-        if slot.ready:
+        if slot.gradient != AWAITED:
             return  # a second gradient: refused where it arrives
         with gate.invisible():
             before = parameter.grad
             slot.taken = grad if before is None else before + grad
-        slot.early = True
+        slot.gradient = EARLY
         reducer.mark_ready(slot)
 
     def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:

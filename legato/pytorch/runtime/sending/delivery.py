@@ -39,7 +39,7 @@ from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate
-from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, SENT, Bucket, Slot
+from legato.pytorch.runtime.waiting.buckets import EARLY, IDLE, PENDING, SENT, Bucket, Slot
 from legato.pytorch.runtime.waiting.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held
 from legato.pytorch.runtime.waiting.update import Update, set_to_none, zeroing
 
@@ -132,7 +132,7 @@ class Delivery:
         """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
         if not bucket.writable:
             self._prepare_buffer(bucket)
-        self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if not slot.early])
+        self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if slot.gradient != EARLY])
 
     def _prepare_buffer(self, bucket: Bucket) -> None:
         """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""

@@ -23,7 +23,21 @@ from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch._private import version_of, without_overrides
 from legato.pytorch.runtime.waiting.update import Update, zeroing
 
-__all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "check_plan", "make_buckets"]
+__all__ = [
+    "ABSENT",
+    "ARRIVED",
+    "AWAITED",
+    "EARLY",
+    "IDLE",
+    "PENDING",
+    "SENT",
+    "UPDATING",
+    "Bucket",
+    "BucketSlice",
+    "Slot",
+    "check_plan",
+    "make_buckets",
+]
 
 #: The dtypes of formats in which float32 may travel.
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,6 +46,11 @@ IDLE = "idle"  # parameter and gradient are up to date
 SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
 PENDING = "pending"  # `optimizer.step()` was called; the update is not applied yet
 UPDATING = "updating"  # the update is being applied, and other threads have to wait
+#: What is known of a gradient in a backward pass that sends.
+AWAITED = "awaited"  # nothing
+EARLY = "early"  # a compiled graph has handed it out, and it was taken before autograd has added it
+ARRIVED = "arrived"
+ABSENT = "absent"  # this rank has none
 
 
 @dataclass(eq=False, slots=True)
@@ -54,12 +73,10 @@ class Slot:
     to_pack: int = 0  # number of buckets into which its gradient has still to be packed in this backward pass
     whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
     is_apart: bool = False  # `whole` is no view of them, but memory of its own, of a gradient that is not in one place
-    ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
-    has_grad: bool = False  # ... and it has arrived
+    gradient: str = AWAITED
     offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
     kept: int = 0  # how often the offered gradient was the one that arrived; -1 if another one did
-    early: bool = False  # in this backward pass the offered gradient was taken before it arrived
-    taken: Tensor | None = None  # that gradient, until it is packed or arrives
+    taken: Tensor | None = None  # an EARLY gradient, until it is packed or arrives
     was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
@@ -73,11 +90,15 @@ class Slot:
         """In a sharded plan: the place of the optimizer that has the parameter; -1 if none has."""
         return self.buckets[-1].owner
 
+    @property
+    def has_grad(self) -> bool:
+        """Whether this rank has a gradient to send in this backward pass, or had one in the last."""
+        return self.gradient in (EARLY, ARRIVED)
+
     def begin_pass(self, lends: bool) -> None:
         """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
         self.clear_spent()
-        self.ready = self.has_grad = self.early = self.zeroed = False
-        self.taken = None
+        self.gradient, self.taken, self.zeroed = AWAITED, None, False
         self.to_pack = len(self.parts)
         lent = lends and self.whole is not None and not self.is_apart
         if lent and self.whole.data_ptr() != self.slices[0].view.data_ptr():  # pyrefly: ignore[missing-attribute]
@@ -146,7 +167,7 @@ class Slot:
         kept = grad is not None and _identity(grad) == self.offered
         self.kept = self.kept + 1 if kept else -1
         self.offered = None
-        if self.early and not kept:
+        if self.gradient == EARLY and not kept:
             raise RankError(
                 f"{self.name}: the gradient that a compiled graph handed out was sent, and another one arrived (a hook "
                 "that was added, or a parameter that eager code uses too, in this step only?)"
