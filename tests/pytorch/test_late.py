@@ -11,7 +11,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
-from support import late, programs
+from support import chaos, late, programs
 from support.training import OPTIMIZERS, Convolutional, Dense, first_passes, random_plan, sharded_plan, wrap
 
 import legato
@@ -113,6 +113,19 @@ def test_it_finds_what_nothing_orders(rank, function):
 )
 def test_programs_with_streams_give_the_bits_of_ddp_without_races(kind, seeds):
     programs.check(seeds, kind, "late")
+
+
+def _chaos(count):
+    from support.late import device as late
+
+    late.races()
+    return chaos.rounds(0, count), late.races()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 2)])
+def test_chaos_changes_nothing(ranks_of, ranks, count):
+    assert ranks_of(ranks).run(_chaos, count) == [([], [])] * ranks
 
 
 def _on(stream, function):

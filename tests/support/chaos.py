@@ -1,6 +1,6 @@
 """Random models, plans and optimizers, with random delays and random looks on every rank.
 
-    PYTHONPATH=tests python -m support.chaos [--rounds 100] [--ranks 4] [--seed 0]
+    PYTHONPATH=tests python -m support.chaos [--rounds 100] [--ranks 4] [--seed 0] [--backend late]
 
 Every round trains one random model three times: under DDP, under a random plan,
 and under that plan again with chaos: each rank sleeps at random before hooks,
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.pytorch import attach, attachment
+from legato.pytorch.device import group_device
 from support.training import random_plan
 
 ITERATIONS = 30
@@ -108,7 +109,8 @@ def train(seed, kind):
     """The weights, as a hash, after some iterations of the training that the seed stands for."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    model = Random(seed)
+    device = group_device(dist.group.WORLD)
+    model = Random(seed).to(device)
     name = rng.choice(["SGD", "Adam", "AdamW", "RMSprop", "Adafactor", "NAdam"])
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=rng.choice([1e-3, 1e-2]))
     plan = random_plan(model, seed, forward_overlap=rng.random() < 0.8)
@@ -130,10 +132,10 @@ def train(seed, kind):
         optimizer.zero_grad(set_to_none=i % 4 != 3)
         look()
         if accumulate:
-            x, y = model.batch(generator)
+            x, y = (tensor.to(device) for tensor in model.batch(generator))
             with wrapped.no_sync():
                 F.cross_entropy(wrapped(x), y).backward()
-        x, y = model.batch(generator)
+        x, y = (tensor.to(device) for tensor in model.batch(generator))
         loss = F.cross_entropy(wrapped(x), y)
         look()
         loss.backward()
@@ -142,7 +144,7 @@ def train(seed, kind):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         look()
-    state = b"".join(v.double().numpy().tobytes() for v in wrapped.state_dict().values())
+    state = b"".join(v.cpu().double().numpy().tobytes() for v in wrapped.state_dict().values())
     return hashlib.sha256(state).hexdigest()
 
 
@@ -164,8 +166,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="gloo", help="late: on the accelerator without a GPU (support.late)")
     options = parser.parse_args()
-    ranks, began, done = Ranks(options.ranks), time.monotonic(), 0
+    ranks, began, done = Ranks(options.ranks, options.backend), time.monotonic(), 0
     while done < options.rounds:
         count = min(10, options.rounds - done)
         results = ranks.run(rounds, options.seed + done, count)
