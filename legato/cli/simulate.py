@@ -21,7 +21,7 @@ from legato.cli.share import JobOptions, simulate_shared
 from legato.cli.shared_jobs import simulate_shared_jobs
 from legato.cli.whole_jobs import job_of, jobs_of, simulate_job
 from legato.core import files
-from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
+from legato.core.cluster import UNDIVIDED, Cluster
 from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.text import count
@@ -97,8 +97,8 @@ def simulate(
         simulate_program(typed, program)
         return
     read = [files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)]
-    if what.fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
-        raise InputError(f"{min(unseen)}: means nothing at collective fidelity (expected --fidelity flow)")
+    if what.fidelity == "collective" and options:
+        raise InputError(f"{min(options)}: means nothing at collective fidelity (expected --fidelity flow)")
     if jobs.share:
         simulate_shared(read, what, network, options, jobs, output, json)
     else:
@@ -304,17 +304,8 @@ def _beyond_servers(plan: Plan) -> str:
 
 
 def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
-    """The machines with the cost of an all-reduce, or of a push and a pull (what the servers' links carry).
-
-    None for a fabric that has no formula.
-    """
-    from legato.simulator.flow.fabrics.servers import Servers
+    """The machines with the cost of an all-reduce, or of a push and a pull; None for a fabric that has no formula."""
     from legato.simulator.flow.network.network import PRICED_AS
+    from legato.sweep.grid import fabric_names
 
-    if not isinstance(fabric, Servers):
-        return network.cluster(name) if PRICED_AS.get(name, name) in COLLECTIVES else None
-    # Copies of each byte that a server receives and sends; a worker receives and sends one.
-    received = max(1, (1 if fabric.aggregation else network.workers) / fabric.servers)
-    sent = max(1, (1 if fabric.multicast else network.workers) / fabric.servers)
-    alpha_s = 2 * network.latency_s + network.sending_s * (sent - 1)
-    return Cluster(network.workers, {name: LinearCost(alpha_s, (received + sent) * network.s_per_byte)})
+    return network.cluster(name, fabric.servers) if PRICED_AS.get(name, name) in fabric_names("collective") else None

@@ -1,0 +1,63 @@
+"""One answer to each question: what several commands and functions say of the same thing is the same.
+
+A row asks one question at all doors that answer it. Where two doors mean different things on purpose, both say what they
+assume, and the row reads these words.
+"""
+
+import json
+
+import pytest
+from support.command import run
+
+import legato
+from legato import zoo
+from legato.schedule import schedule
+from legato.simulator.flow import FABRICS
+
+SAME = 1e-9
+
+
+@pytest.fixture
+def ask(capsys):
+    """A function that runs a command with `--json`, and returns what it prints: one value, or the only row."""
+
+    def ask(*command):
+        status, out, err = run(capsys, *command, "--json")
+        assert status == 0, err
+        found = json.loads(out)
+        return found[0] if isinstance(found, list) and len(found) == 1 else found
+
+    return ask
+
+
+def same(*answers):
+    first, *others = answers
+    for other in others:
+        assert other == pytest.approx(first, rel=SAME)
+
+
+# ---- a step of data-parallel training on a network ---------------------------------------
+
+
+@pytest.mark.parametrize("reduce", ["0s", "500us"])
+@pytest.mark.parametrize(
+    ("fidelity", "fabric"),
+    [
+        *(("collective", fabric) for fabric in ("ring", "tree", "shuffle", "parameter-server")),
+        *(("flow", fabric) for fabric in FABRICS),
+    ],
+)
+def test_a_step_on_a_fabric(ask, tmp_path, fidelity, fabric, reduce):
+    """`simulate` and its cell in `sweep`; and Python's functions for a plan of a collective."""
+    file, workload = tmp_path / "w.json", zoo.workload("alexnet-v2")
+    legato.write(file, workload)
+    network = ["--workers", 4, "--bandwidth", "10Gbit", "--latency", "20us", "--reduce", reduce]
+    arguments = [file, *network, "--fabric", fabric, "--fidelity", fidelity]
+    servers = ["--servers", 2] if fabric == "parameter-server" else []
+    answers = [ask(verb, *arguments, *servers)["iteration_s"] for verb in ("simulate", "sweep")]
+    if fidelity == "collective" and not servers:
+        cluster = legato.Cluster.derive(
+            4, 10e9, 20e-6, reduce_s_per_byte=(5e-4 if reduce != "0s" else 0) / 2**20, collectives=[fabric]
+        )
+        answers.append(legato.simulate(workload, schedule("fifo", workload, cluster), cluster).iteration_s)
+    same(*answers)
