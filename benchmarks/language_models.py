@@ -2,18 +2,19 @@
 
 python benchmarks/language_models.py
 
-The rows of docs/language_models.md; a test compares them. Nothing is fitted: the efficiency is the zoo's.
+The rows of docs/language_models.md; a test compares them. Efficiencies are those of the machines of whole jobs.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from legato.core.job import LanguageModel
 from legato.core.workload import Workload
-from legato.zoo import SHAPES, Shape, model, workload
-from legato.zoo.llm import language_model
+from legato.zoo import SHAPES, language_model, model, shaped, workload
+from legato.zoo.language.models import model_named
 
 #: Published parameters: as printed, where, and exactly, if the model was released.
 SIZES = {
@@ -35,7 +36,7 @@ class Step:
     """A published step of `batch` sequences on a replica of `devices` devices, and its seconds."""
 
     name: str
-    shape: Shape
+    shape: LanguageModel
     device: str
     devices: int
     batch: int
@@ -55,19 +56,19 @@ class Step:
         )
 
 
-def gpt(layers: int, hidden: int, heads: int) -> Shape:
+def gpt(layers: int, hidden: int, heads: int) -> LanguageModel:
     """A model of the two papers on Megatron-LM: 2048 tokens, a vocabulary of 51,200."""
-    return Shape(layers, hidden, heads, 51_200, 2048, family="gpt")
+    return shaped(layers=layers, hidden=hidden, heads=heads, vocabulary=51_200, sequence=2048, family="gpt")
 
 
-def megatron_flops(shape: Shape, batch: int) -> float:
+def megatron_flops(shape: LanguageModel, batch: int) -> float:
     """FLOPs of a step that recomputes all activations (arXiv 2104.04473, section 5.1)."""
     layers, hidden, length = shape.layers, shape.hidden, shape.sequence
     more = length / (6 * hidden) + shape.vocabulary / (16 * layers * hidden)
     return 96 * batch * length * layers * hidden**2 * (1 + more)
 
 
-def palm_flops(shape: Shape, batch: int, parameters: float) -> float:
+def palm_flops(shape: LanguageModel, batch: int, parameters: float) -> float:
     """FLOPs of a step for model FLOPs utilization (arXiv 2204.02311, appendix B)."""
     return batch * shape.sequence * (6 * parameters + 12 * shape.layers * shape.hidden * shape.sequence)
 
@@ -89,9 +90,9 @@ def in_tokens_per_second() -> Iterator[Step]:
     for name, device, devices, batch, recompute, rate, source in [
         ("llama-3-8b", "a100", 1, 1, False, 2973, APRIL),
         ("llama-3-70b", "a100", 1, 1, True, 331, APRIL),
-        ("llama-3-8b", "h100", 1, 2, False, 5762, DECEMBER),
-        ("llama-3-8b", "h100", 1, 2, False, 6667, f"{DECEMBER}, compiled"),
-        ("llama-3-70b", "h100", 8, 16, True, 597.3, f"{JUNE}, compiled"),
+        ("llama-3-8b", "h100-500w", 1, 2, False, 5762, DECEMBER),
+        ("llama-3-8b", "h100-500w", 1, 2, False, 6667, f"{DECEMBER}, compiled"),
+        ("llama-3-70b", "h100-500w", 8, 16, True, 597.3, f"{JUNE}, compiled"),
     ]:
         shape = SHAPES[name]
         seconds = batch * shape.sequence / (rate * devices)
@@ -100,7 +101,7 @@ def in_tokens_per_second() -> Iterator[Step]:
 
 def in_flops() -> Iterator[Step]:
     """Steps whose FLOP/s per device are printed."""
-    small, huge, mixtral = gpt(24, 2304, 24), SHAPES["llama-3-405b"], replace(SHAPES["mixtral-8x7b"], sequence=4096)
+    small, huge, mixtral = gpt(24, 2304, 24), SHAPES["llama-3-405b"], model_named("mixtral-8x7b", sequence=4096)
     parameters = model("llama-3-405b").parameters
     for name, shape, device, devices, batch, recompute, flops, tera, source in [
         ("GPT, 1.7 billion", small, "a100", 1, 16, True, megatron_flops(small, 16), 137, MEGATRON),

@@ -28,14 +28,15 @@ from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
 from legato.simulator.flow import Disturbance, place
-from legato.whole_jobs import layer, stages
+from legato.whole_jobs import stages
 from legato.whole_jobs.fit import fit
 from legato.whole_jobs.flow.shared import simulate_shared
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
-from legato.whole_jobs.parameters import model_flops
-from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
 from legato.whole_jobs.step import predict
+from legato.zoo.language import layer
+from legato.zoo.language.parameters import model_flops
+from legato.zoo.presets import FRAMEWORKS, MACHINES
 
 CORE, TITAN, MEGATRON = FRAMEWORKS["megatron-core"], FRAMEWORKS["torchtitan"], FRAMEWORKS["megatron-2021"]
 ATTENTION_S = layer._attention_s

@@ -1,7 +1,7 @@
 """One answer to each question: what several commands and functions say of the same thing is the same.
 
-A row asks one question at all doors that answer it. Where two doors mean different things on purpose, both say what they
-assume, and the row reads these words.
+A row asks one question at all doors that answer it. Where two doors mean different things on purpose, both say what
+they assume, and the row reads these words.
 """
 
 import json
@@ -61,3 +61,38 @@ def test_a_step_on_a_fabric(ask, tmp_path, fidelity, fabric, reduce):
         )
         answers.append(legato.simulate(workload, schedule("fifo", workload, cluster), cluster).iteration_s)
     same(*answers)
+
+
+# ---- a language model on one GPU -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["h100", "a100"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt3", "mixtral-8x7b"])
+@pytest.mark.parametrize("training", [[], ["--recompute"], ["--efficiency", 0.4]], ids=str)
+def test_what_a_language_model_computes(ask, tmp_path, capsys, model, device, training):
+    """`workload` is the part of one GPU of the job that it writes with options of whole jobs; so is Python's."""
+    arguments = [model, "--device", device, *training]
+    alone, job = ask("workload", *arguments), ask("workload", *arguments, "--gpus", 1)
+    computing = [alone["forward_s"] + alone["backward_s"], job["computing_s"]]
+    if training != ["--efficiency", 0.4]:
+        computing.append(zoo.workload(model, device=device, recompute=bool(training)).compute_s)
+    same(*computing)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
+def test_what_the_states_of_a_language_model_take(ask, capsys, model):
+    """In 32-bit gradients the same as in a job; without this option both commands say in what they assume them."""
+    job = ask("workload", model, "--gpus", 1)["memory_nbytes"]
+    same(
+        ask("workload", model, "--gradients", "fp32")["states_nbytes"],
+        job["parameters"] + job["gradients"] + job["optimizer"],
+    )
+    _, _, alone = run(capsys, "workload", model)
+    _, _, whole = run(capsys, "workload", model, "--gpus", 1)
+    assert "bf16 gradients" in alone and "parameters" in whole and "gradients" in whole
+
+
+def test_accumulated_micro_batches(ask):
+    alone = ask("workload", "llama-3-8b", "--batch", 6, "--accumulate", 3)
+    job = ask("workload", "llama-3-8b", "--gpus", 1, "--microbatches", 3, "--microbatch-size", 2)
+    same(alone["forward_s"] + alone["backward_s"], job["computing_s"])

@@ -38,7 +38,7 @@ def fit_machine(
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """
     from legato.whole_jobs.fit import fit
-    from legato.whole_jobs.presets import MACHINES
+    from legato.zoo.presets import MACHINES
 
     paths, measured = zip(*map(_step, steps), strict=True)
     keep_apart(paths, output=output)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from legato.cli.options import Json, check_file, keep_apart, quantity
 from legato.cli.output import note, print_json, print_text
 from legato.cli.whole_jobs import DRAWN, breakdown, caveats, refuse_others, values, waits
-from legato.cli.workload import Shape, model_of_job
+from legato.cli.workload import Shape, shape_of
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -119,7 +119,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     number: int,
 ) -> Layouts:
     from legato.whole_jobs.layouts import fastest
-    from legato.whole_jobs.presets import framework_named, machine_named
+    from legato.zoo.presets import framework_named, machine_named
 
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value is None or value < 1:
@@ -132,7 +132,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes
     if memory is not None:
         allowed = quantity("memory", memory, parse_bytes)
-    model = model_of_job(name, shape.given())
+    model = shape_of(name, shape.given())
     assert gpus is not None and batch is not None
     found = fastest(name, model, framework_named(preset), machine, gpus, batch, allowed, number)
     if found.nearest is not None:

@@ -91,7 +91,7 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
 
 def _machine(typed: typer.Context) -> Machine:
     """The links that the options describe; what is not given is as on the default machine of whole jobs."""
-    from legato.whole_jobs.presets import machine_named
+    from legato.zoo.presets import machine_named
 
     machine = links(typed, machine_named("h100"))
     if not is_given(typed, "latency"):

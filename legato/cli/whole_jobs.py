@@ -121,7 +121,7 @@ class Layout:
         return Mesh(**sizes, expert=self.expert or 1)
 
     def job(self, name: str, model: LanguageModel, machine: dict[str, Any], *, recompute: bool) -> Job:
-        from legato.whole_jobs.presets import framework_named, machine_named
+        from legato.zoo.presets import framework_named, machine_named
 
         framework = framework_named(self.preset or "megatron-core")
         if self.overlap is not None:
@@ -277,7 +277,7 @@ def refuse_network(typed: typer.Context, *more: str) -> None:
 
 def links(typed: typer.Context, machine: Machine) -> Machine:
     """The machine with the links that the options of `legato simulate` describe."""
-    from legato.whole_jobs.presets import with_links
+    from legato.zoo.presets import with_links
 
     axes = [BY_NAME[name] for name in OF_MACHINE if is_given(typed, name)]
     found = {axis.field: typed.params[axis.name] for axis in axes}
@@ -341,7 +341,7 @@ def described(job: Job) -> str:
 
 def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
-    from legato.whole_jobs.presets import MACHINES
+    from legato.zoo.presets import MACHINES
 
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())

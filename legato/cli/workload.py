@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 #: The name of a language model that has no other name.
 LLM = "llm"
-#: Weights and gradients in 16 bits, weights and Adam's two moments in 32; in 32-bit training the sum is the same
-#: (Rajbhandari et al. 2020, section 3.1).
-STATE_BYTES = 16
+#: Bytes of a parameter and of Adam's states for it: weights and two moments in 32 bits, and in 16-bit training weights
+#: in 16 bits as well (Rajbhandari et al. 2020, section 3.1). A gradient comes on top.
+_STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Estimate:
     )
     device: str | None = setting(
         None,
-        "Device that computes, such as k80, p100, v100, a100 or h100.",
+        "Device that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
         show_default="v100; h100 for language models",
     )
     device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
-    efficiency: float | None = setting(None, "Share of the peak that matrix products reach.", show_default="0.5")
+    efficiency: float | None = setting(
+        None, "Share of the peak that matrix products reach.", show_default="0.5; of language models the machine's"
+    )
     precision: str | None = setting(
         None, "Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
     )
@@ -122,21 +124,22 @@ def workload(  # noqa: PLR0913 (its options)
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
-    from legato import zoo
-
     if show:
         _list(json)
         return
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     if layout.given:
-        write_job(typed, name, layout, model_of_job(name, shape.given()), output)
+        write_job(typed, name, layout, shape_of(name, shape.given()), output)
         return
     model = _model(name, shape.given())
     job = _changed(_estimated(model, estimate, training), estimate)
     if output is not None:
         files.write(output, job)
     result = _summary(job, output)
+    if model.language is not None:
+        each = _STATES[estimate.precision or model.precision] + job.itemsize
+        result["states_nbytes"] = each * model.parameters / training.replica_devices
     if json:
         print_json(result)
         return
@@ -145,22 +148,25 @@ def workload(  # noqa: PLR0913 (its options)
         f"forward {format_seconds(result['forward_s'])}, "
         f"backward {format_seconds(result['backward_s'])}" + (f" -> {output}" if output else "")
     )
-    if name == LLM or name in zoo.SHAPES:
-        state = format_bytes(STATE_BYTES * model.parameters / training.replica_devices)
-        note(f"weights, gradients and Adam's state, if nothing is sharded: {state} on a device")
+    if (nbytes := result.get("states_nbytes")) is not None:
+        gradients = estimate.gradients or estimate.precision or model.precision
+        states = f"weights, {gradients} gradients and Adam's states, if nothing is sharded"
+        note(f"{states}: {format_bytes(nbytes)} on a device")
 
 
 def _estimated(model: zoo.Model, estimate: Estimate, training: Training) -> Workload:
     from legato import zoo
 
-    machine = zoo.device_named(estimate.device or model.device)
+    machine = zoo.device_for(model, estimate.device)
     if estimate.device_flops is not None:
         peak = quantity("device-flops", estimate.device_flops, parse_flops)
+        peaks = [field for field in machine.__struct_fields__ if field.endswith("flops_per_s")]
         label = f"{machine.name} at {estimate.device_flops}"
-        machine = replace(machine, name=label, flops_per_s=peak, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
+        machine = msgspec.structs.replace(machine, name=label, **dict.fromkeys(peaks, peak))
     if estimate.efficiency is not None:
         efficiency = estimate.efficiency
-        machine = replace(machine, name=f"{machine.name} at {100 * efficiency:g}%", efficiency=efficiency)
+        label = f"{machine.name} at {100 * efficiency:g}%"
+        machine = msgspec.structs.replace(machine, name=label, efficiency=efficiency)
     return zoo.workload(
         model,
         batch_size=estimate.batch_size,
@@ -187,44 +193,32 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
     """The model of a name, with what the options change in its shape."""
     from legato import zoo
-    from legato.whole_jobs.models import MODELS
+    from legato.zoo.language.models import MODELS
 
-    if name in MODELS:
-        raise InputError(f"{name}: only as a whole job (expected --gpus, or another of its options)")
-    if name != LLM and name not in zoo.MODELS:
-        raise unknown_name("model", name, [*zoo.MODELS, LLM])
-    if name != LLM and not given:
+    if name in zoo.MODELS and not given:
         return zoo.model(name)
-    shape = _language_shape(name, given)
-    return zoo.language_model(shape, name if name != LLM and given.keys() <= {"sequence"} else None)
+    if name not in (LLM, *zoo.MODELS, *MODELS):
+        raise unknown_name("model", name, [*zoo.MODELS, LLM])
+    return zoo.language_model(shape_of(name, given), name if name != LLM and given.keys() <= {"sequence"} else None)
 
 
-def model_of_job(name: str, given: dict[str, Any]) -> LanguageModel:
-    """The model of a whole job, with what the options change in its shape."""
-    from legato import zoo
-    from legato.whole_jobs.models import MODELS, of_shape
-
-    if name in MODELS:
-        return msgspec.structs.replace(MODELS[name], **given)
-    if name not in (LLM, *zoo.SHAPES):
-        raise InputError(f"{name}: no language model (expected one of {', '.join((LLM, *zoo.SHAPES, *MODELS))})")
-    return of_shape(_language_shape(name, given))
-
-
-def _language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
+def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
     """The shape of a language model, with what the options change in it."""
     from legato import zoo
+    from legato.zoo.language.models import MODELS, model_named
 
     if name == LLM:
         needed = ("layers", "hidden", "heads", "vocabulary")
         missing = [_option(field) for field in needed if field not in given]
         if missing:
             raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
-        return zoo.Shape(**given)
-    if name not in zoo.SHAPES:
-        wrong = f"{_option(next(iter(given)))}: {name} has no such option"
-        raise InputError(f"{wrong} (expected one of {', '.join((LLM, *zoo.SHAPES))})")
-    return replace(zoo.SHAPES[name], **given)
+        return zoo.shaped(**given)
+    if name not in MODELS:
+        known = f"expected one of {', '.join((LLM, *MODELS))}"
+        if given:
+            raise InputError(f"{_option(next(iter(given)))}: {name} has no such option ({known})")
+        raise InputError(f"{name}: no language model ({known})")
+    return model_named(name, **given)
 
 
 def _option(field: str) -> str:

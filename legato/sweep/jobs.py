@@ -17,8 +17,8 @@ from legato.sweep.grid import Fidelity
 from legato.sweep.journal import Journal
 from legato.sweep.run import outcomes
 from legato.whole_jobs.flow.step import network_of, simulate
-from legato.whole_jobs.presets import LINKS, with_links
 from legato.whole_jobs.step import Step, predict
+from legato.zoo.presets import LINKS, with_links
 
 __all__ = ["JobRow", "sweep_jobs"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from legato.core.job import Job, Machine, WorkerGroup
-from legato.core.program import Operation
+from legato.zoo.language.work import Exchange, Work
 
-__all__ = ["COMPUTING", "KINDS", "Beside", "Cost", "Exchange", "Work", "all_to_all", "collective", "cost_of", "send"]
+__all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "cost_of", "cost_of_work", "send"]
 
 COMPUTING = "computing"
 #: The kinds of communication, and the step of the optimizer.
@@ -55,49 +55,12 @@ def _sum(a: dict[Any, float], b: dict[Any, float]) -> dict[Any, float]:
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in a | b}
 
 
-class Exchange(NamedTuple):
-    """A communication among the workers that differ only in these dimensions of the mesh (those of `Mesh.placements`).
-
-    `nbytes` are those of a `Communication`; it is made `times` times in a row.
-    """
-
-    kind: str
-    operation: Operation
-    dimensions: tuple[str, ...]
-    nbytes: float
-    times: int = 1
-
-
-class Beside(NamedTuple):
-    """Exchanges, one after another, beside `seconds` of a piece of work's computing, from `after_s` of it on."""
-
-    seconds: float
-    exchanges: tuple[Exchange, ...]
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A piece of a pass: computing, exchanges `beside` it, and those that the worker waits for `behind` it."""
-
-    computing_s: float = 0.0
-    beside: tuple[Beside, ...] = ()
-    behind: tuple[Exchange, ...] = ()
-
-    def and_then(self, other: Work) -> Work:
-        """Both as one piece, whose exchanges have the computing of both."""
-        return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
-
-    def window_s(self, one: Beside) -> float:
-        """The seconds of computing that exchanges can run beside."""
-        return max(0.0, min(one.seconds, self.computing_s - one.after_s))
-
-    def cost(self, job: Job, stage: int) -> Cost:
-        """What it costs on this stage of the pipeline if each exchange has the network for itself."""
-        total = Cost.computing(self.computing_s) + cost_of(job, stage, self.behind)
-        for one in self.beside:
-            total += cost_of(job, stage, one.exchanges).behind(self.window_s(one))
-        return total
+def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
+    """What a piece of work costs on this stage of the pipeline if each exchange has the network for itself."""
+    total = Cost.computing(work.computing_s) + cost_of(job, stage, work.behind)
+    for one in work.beside:
+        total += cost_of(job, stage, one.exchanges).behind(work.window_s(one))
+    return total
 
 
 def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from legato.core.job import Job
-from legato.whole_jobs.layer import tokens, width
-from legato.whole_jobs.parameters import Parameters, held, layer, owned, vocabulary_part
 from legato.whole_jobs.schedules import Schedule
+from legato.zoo.language.layer import tokens, width
+from legato.zoo.language.parameters import Parameters, held, layer, owned, vocabulary_part
 
 __all__ = ["Memory", "activations", "memory", "static"]
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from legato.core.job import Job
 from legato.core.program import Operation
-from legato.whole_jobs import layer
-from legato.whole_jobs.cost import Beside, Exchange, Work
-from legato.whole_jobs.layer import Passes
-from legato.whole_jobs.parameters import Parameters, embeddings, held, output, owned, vocabulary_part
-from legato.whole_jobs.parameters import layer as layer_parameters
+from legato.zoo.language import layer
+from legato.zoo.language.layer import Passes
+from legato.zoo.language.parameters import Parameters, embeddings, held, output, owned, vocabulary_part
+from legato.zoo.language.parameters import layer as layer_parameters
+from legato.zoo.language.work import Beside, Exchange, Work
 
 __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
 

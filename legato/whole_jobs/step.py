@@ -7,13 +7,13 @@ from functools import reduce
 from typing import NamedTuple
 
 from legato.core.job import Job
-from legato.whole_jobs import layer
-from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, send
+from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, cost_of_work, send
 from legato.whole_jobs.memory import Memory, memory
-from legato.whole_jobs.parameters import model_flops
 from legato.whole_jobs.pipeline import run
 from legato.whole_jobs.schedules import schedule
 from legato.whole_jobs.stages import Tail, is_away, passes, sent_nbytes, tail
+from legato.zoo.language import layer
+from legato.zoo.language.parameters import model_flops
 
 __all__ = ["Step", "floor_s", "predict"]
 
@@ -129,7 +129,7 @@ def _stages(job: Job) -> list[_Costs]:
         offset = job.mesh.offset(worker, job.machine.gpus_per_host)
         key = offset, *((id(own), times) for own, times in parts)
         if key not in known:
-            costs = [_Costs(*(work.cost(job, worker) * times for work in own)) for own, times in parts]
+            costs = [_Costs(*(cost_of_work(work, job, worker) * times for work in own)) for own, times in parts]
             known[key] = _Costs(*(reduce(Cost.__add__, column) for column in zip(*costs, strict=True)))
         result.append(known[key])
     return result

@@ -14,7 +14,7 @@ different models, each of these models has its own name here.
 - the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
   `gpt2-large` `gpt2-xl`
 - in no paper, but the fourth of its family: `resnet-v2-200`
-- language models of today, and any other of their shapes (`legato.zoo.llm`): `gpt3`
+- language models of today, and any other of their shapes (`legato.zoo.language`): `gpt3`
   `llama-3-8b` `llama-3-70b` `llama-3-405b` `mixtral-8x7b`
 
 What cannot be matched:
@@ -42,13 +42,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from legato.core.errors import unknown_name
-from legato.core.workload import Workload
+from msgspec.structs import replace
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.job import Machine
+from legato.core.workload import Phase, Workload
 from legato.zoo import alexnet, bert, gpt2, inception_v1, inception_v2, inception_v3, resnet, seq2seq, transformer, vgg
 from legato.zoo.builder import DEFAULT_DEVICE, Layer, Model, Variable
 from legato.zoo.device import DEVICES, PRECISIONS, Device, device_named
-from legato.zoo.llm import SHAPES, Shape, language_model
+from legato.zoo.language.graph import SHAPES, language_model
+from legato.zoo.language.models import shaped
+from legato.zoo.language.one_gpu import job_of_one_gpu, part_times
 from legato.zoo.lower import lower
+from legato.zoo.presets import MACHINES, machine_named
 from legato.zoo.synthetic import add_modules, scale_compute
 
 __all__ = [
@@ -60,13 +66,14 @@ __all__ = [
     "Device",
     "Layer",
     "Model",
-    "Shape",
     "Variable",
     "add_modules",
+    "device_for",
     "device_named",
     "language_model",
     "model",
     "scale_compute",
+    "shaped",
     "variables",
     "workload",
 ]
@@ -119,11 +126,22 @@ def variables(name: str) -> tuple[Variable, ...]:
     return model(name).variables
 
 
+def device_for(model: Model, name: str | None = None) -> Device | Machine:
+    """Return the device of a name, or the model's own; for a language model a machine, if it is one.
+
+    Raises `InputError`, with the nearest names, on an unknown name, and `FileError` on a file that is no machine.
+    """
+    name = model.device if name is None else name
+    if model.language is not None and (name in MACHINES or name.endswith(".json")):
+        return machine_named(name)
+    return device_named(name)
+
+
 def workload(  # noqa: PLR0913
     name: str | Model,
     *,
     batch_size: int | None = None,
-    device: str | Device | None = None,
+    device: str | Device | Machine | None = None,
     forward_s: float | None = None,
     backward_s: float | None = None,
     precision: str | None = None,
@@ -137,7 +155,9 @@ def workload(  # noqa: PLR0913
     `batch_size` counts samples (images, sentences); the default is that of the
     paper that uses the model. `device` is one of `DEVICES`, by its name, or any
     `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and
-    `fp32`, for language models `h100` and `bf16`. If `forward_s` or `backward_s`
+    `fp32`, for language models `h100` and `bf16`. A language model on a `Machine`
+    (`legato.zoo.presets` has some) computes for as long as the job of one GPU does
+    (`legato.zoo.language.layer`); in fp32, for twice as long. If `forward_s` or `backward_s`
     (seconds) is given, such as a published total, the ops of that pass are scaled
     to add up to it. `gradients` is the precision in which gradients are sent, by
     default that of the computation.
@@ -153,11 +173,25 @@ def workload(  # noqa: PLR0913
     and on `recompute` for a model that has no blocks.
     """
     built = model(name) if isinstance(name, str) else name
-    if device is None:
-        device = built.device
+    if device is None or isinstance(device, str):
+        device = device_for(built, device)
+    precision = built.precision if precision is None else precision
+    parts = None
+    if isinstance(device, Machine):
+        if (language := built.language) is None:
+            raise InputError(f"{built.name}: no language model (expected a Device, not a Machine)")
+        half = 0.5 if precision == "fp32" else 1.0
+        machine = replace(
+            device, flops_per_s=half * device.flops_per_s, memory_bytes_per_s=half * device.memory_bytes_per_s
+        )
+        device = Device.of(device)
+
+        def parts(batch: int) -> dict[tuple[str, Phase], float]:
+            return part_times(job_of_one_gpu(built.name, language, machine, batch, recompute=recompute))
+
     return lower(
         built,
-        device_named(device) if isinstance(device, str) else device,
+        device,
         batch_size=batch_size,
         forward_s=forward_s,
         backward_s=backward_s,
@@ -166,4 +200,5 @@ def workload(  # noqa: PLR0913
         recompute=recompute,
         accumulate=accumulate,
         replica_devices=replica_devices,
+        parts=parts,
     )

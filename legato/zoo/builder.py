@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from legato.core.job import LanguageModel
 from legato.zoo.device import PRECISIONS
 
 __all__ = ["DEFAULT_DEVICE", "Builder", "Gradient", "Layer", "Model", "Value", "Variable", "flatten", "reshape"]
@@ -71,7 +72,8 @@ class Layer:
 class Model:
     """A model; layers in the order of the forward pass, variables in the order of their creation.
 
-    `batch_size`, `device` and `precision` are those on which it is trained by default.
+    `batch_size`, `device` and `precision` are those on which it is trained by default; `language` is the shape of a
+    language model.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Model:
     variables: tuple[Variable, ...]
     device: str = DEFAULT_DEVICE
     precision: str = "fp32"
+    language: LanguageModel | None = None
 
     @property
     def trainable(self) -> tuple[Variable, ...]:

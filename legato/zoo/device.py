@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from legato.core.errors import InputError, unknown_name
+from legato.core.job import Machine
+from legato.zoo.presets import MACHINES
 
 __all__ = ["DEVICES", "EFFICIENCY", "OVERHEAD_S", "PRECISIONS", "Device", "device_named"]
 
@@ -19,8 +22,7 @@ OVERHEAD_S = 5e-6
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
     `flops_per_s` is the peak of 32-bit training (a multiply-add is two),
@@ -49,6 +51,12 @@ class Device:
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0):
             raise InputError(f"device {self.name!r}: overhead_s: {self.overhead_s} (expected seconds, at least 0)")
 
+    @classmethod
+    def of(cls, machine: Machine) -> Device:
+        """Return the GPU of a machine; its tensor cores compute in TF32 at half their speed in 16 bits."""
+        peak = machine.flops_per_s
+        return cls(machine.name, peak / 2, machine.memory_bytes_per_s, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
+
     def peak(self, precision: str = "fp32") -> float:
         """Return the peak FLOP/s in one of `PRECISIONS`. Raises `InputError` if the device has no such format."""
         peaks = {"fp32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "fp16": self.fp16_flops_per_s}
@@ -65,8 +73,8 @@ class Device:
         return self.overhead_s + max(flops / (self.peak(precision) * self.efficiency), nbytes / self.bytes_per_s)
 
 
-#: FP32 peak with boost and memory bandwidth; `a100` and `h100` with TF32 tensor cores. 16-bit peaks where they are
-#: faster, those of tensor cores from `v100` on. All are dense, of the boards with the fastest links (SXM).
+#: FP32 peak with boost and memory bandwidth. 16-bit peaks where they are faster, those of tensor cores from `v100` on.
+#: All are dense, of the boards with the fastest links (SXM). Later ones are the machines of whole jobs.
 #: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
 DEVICES = {
     device.name: device
@@ -78,8 +86,7 @@ DEVICES = {
         Device("gtx-1080ti", 11.34e12, 484e9),
         Device("p100", 10.6e12, 732e9, fp16_flops_per_s=21.2e12),
         Device("v100", 15.7e12, 900e9, fp16_flops_per_s=125e12),
-        Device("a100", 156e12, 1555e9, bf16_flops_per_s=312e12, fp16_flops_per_s=312e12),
-        Device("h100", 494.5e12, 3350e9, bf16_flops_per_s=989.4e12, fp16_flops_per_s=989.4e12),
+        *map(Device.of, MACHINES.values()),
     )
 }
 

@@ -20,11 +20,14 @@ replicas; what the devices of a replica send one another is left out.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.zoo.builder import Layer, Model, Variable
 from legato.zoo.device import PRECISIONS, Device
+from legato.zoo.language.one_gpu import part_of
 
 __all__ = ["lower"]
 
@@ -45,6 +48,7 @@ def lower(  # noqa: PLR0913
     recompute: bool = False,
     accumulate: int = 1,
     replica_devices: int = 1,
+    parts: Callable[[int], Mapping[tuple[str, Phase], float]] | None = None,
 ) -> Workload:
     """One training iteration of a model on a device.
 
@@ -55,7 +59,9 @@ def lower(  # noqa: PLR0913
     default the model's own, and `gradients` that of the gradients as they are
     sent, by default the same. `recompute` computes the activations of each block
     of layers again in the backward pass. `replica_devices` is the number of
-    devices that share the model and its batch. Raises `InputError` on numbers
+    devices that share the model and its batch. `parts` is for language models: the
+    seconds of a part of the model (`one_gpu.part_of`) in a phase, of a micro-batch
+    of so many samples, to which the ops of that part are scaled. Raises `InputError` on numbers
     that are not above zero, on a batch that micro-batches do not divide, on a
     precision that is unknown or that the device lacks, and where activations are
     to be recomputed in a model that has no blocks.
@@ -78,7 +84,12 @@ def lower(  # noqa: PLR0913
     lowering = _Lowering(model, device, batch // accumulate, precision, gradients or precision, replica_devices)
     lowering.forward(accumulation=accumulate > 1)
     lowering.backward(recompute=recompute)
-    ops = _scaled(lowering.ops, {"forward": forward_s, "backward": backward_s})
+    ops = lowering.ops
+    if parts is not None:
+        each = {key: seconds / replica_devices for key, seconds in parts(batch // accumulate).items()}
+        ops = _scaled(ops, each, lambda op: (part_of(op.name), op.phase))
+    passes: dict[Any, float | None] = {"forward": forward_s, "backward": backward_s}
+    ops = _scaled(ops, {phase: total for phase, total in passes.items() if total is not None}, lambda op: op.phase)
     if accumulate > 1:
         passes_s = math.fsum(op.duration_s for op in ops)
         ops = [_lasting(op, (accumulate - 1) * passes_s) if op.name == _ACCUMULATION else op for op in ops]
@@ -92,16 +103,15 @@ def _lasting(op: Op, duration_s: float) -> Op:
     return Op(op.name, op.phase, duration_s, op.deps)
 
 
-def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
-    """Return the ops, with those of each phase scaled to its total (seconds) if it has one."""
-    scale = {
-        phase: total / math.fsum(op.duration_s for op in ops if op.phase == phase)
-        for phase, total in totals.items()
-        if total is not None
-    }
-    if not scale:
+def _scaled(ops: list[Op], totals: Mapping[Any, float], part_of: Callable[[Op], object]) -> list[Op]:
+    """Return the ops, with those of each part scaled to its total (seconds) if it has one."""
+    if not totals:
         return ops
-    return [_lasting(op, op.duration_s * scale.get(op.phase, 1.0)) for op in ops]
+    now: dict[Any, float] = {}
+    for op in ops:
+        now[part_of(op)] = now.get(part_of(op), 0.0) + op.duration_s
+    scale = {part: total / now[part] for part, total in totals.items() if now.get(part)}
+    return [_lasting(op, op.duration_s * scale.get(part_of(op), 1.0)) for op in ops]
 
 
 class _Lowering:

@@ -132,7 +132,7 @@ def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
         ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: means nothing for a whole job"),
         ("llama-3-70b", ["--data", 2, "--recompute", "--recompute-only", "core"], "--recompute and --recompute-only"),
         ("resnet-v1-50", ["--data", 2], "resnet-v1-50: no language model (expected one of llm, gpt3"),
-        ("deepseek-v3", ["--layers", 4], "deepseek-v3: only as a whole job (expected --gpus"),
+        ("deepseek-v3", ["--layers", 4], "model: latent attention only in whole jobs (expected --gpus"),
         ("deepseek-v3", ["--data", 2, "--heads", 64], "kv_heads: 128 (expected a divisor of the 64 heads)"),
         ("llm", ["--data", 2], "--layers, --hidden, --heads, --vocab: missing"),
     ],

@@ -6,8 +6,8 @@ from support.jobs import LLAMA, MIXTURE, job, replace
 from legato.core.errors import InputError
 from legato.core.job import Mesh
 from legato.whole_jobs.fit import fit
-from legato.whole_jobs.presets import MACHINES
 from legato.whole_jobs.step import predict
+from legato.zoo.presets import MACHINES
 
 WIDE = {"hidden": 2048, "intermediate": 8192, "head_size": 256, "sequence": 2048}
 DENSE, MIXTURE = replace(LLAMA, **WIDE), replace(MIXTURE, **WIDE, expert_intermediate=4096)

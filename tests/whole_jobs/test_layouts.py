@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from legato.core.job import LanguageModel
 from legato.whole_jobs.layouts import fastest, jobs
 from legato.whole_jobs.memory import static
-from legato.whole_jobs.presets import framework_named, machine_named
 from legato.whole_jobs.step import floor_s, predict
+from legato.zoo.presets import framework_named, machine_named
 
 MODEL = LanguageModel(8, 1024, 16, 8, 64, 4096, 32_000, 2048)
 

@@ -12,10 +12,10 @@ from legato.core.errors import InputError
 from legato.core.job import Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
 from legato.whole_jobs.memory import activations
-from legato.whole_jobs.models import MODELS, of_shape
-from legato.whole_jobs.parameters import held, model_flops, parameters
-from legato.whole_jobs.presets import FRAMEWORKS, MACHINES, framework_named, machine_named
 from legato.whole_jobs.step import predict
+from legato.zoo.language.models import MODELS
+from legato.zoo.language.parameters import held, model_flops, parameters
+from legato.zoo.presets import FRAMEWORKS, MACHINES, framework_named, machine_named
 
 STORED = Framework(flash=False, gradient_nbytes=2)
 #: No memory traffic and no communication to speak of.
@@ -28,7 +28,7 @@ def sent(step, kind):
 
 @pytest.mark.parametrize("name", zoo.SHAPES)
 def test_parameters_are_the_published_ones(name):
-    assert parameters(of_shape(zoo.SHAPES[name])) == zoo.model(name).parameters
+    assert parameters(MODELS[name]) == zoo.model(name).parameters
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_flash_attention_computes_the_causal_half_and_scores_again():
 
 def test_model_flops_of_llama_405b():
     """Six a parameter and token, but for the embeddings, and half of the 12 l h s of arXiv 2204.02311, appendix B."""
-    model = of_shape(zoo.SHAPES["llama-3-405b"])
+    model = MODELS["llama-3-405b"]
     matrices = 405_853_388_800 - 128_256 * 16_384 - 16_384
     assert model_flops(model) == 6 * matrices + 6 * 126 * 16_384 * 8192
 

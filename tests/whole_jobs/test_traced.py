@@ -10,8 +10,8 @@ from legato.core.errors import InputError
 from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
 from legato.ingest.kineto.importer import import_kineto
 from legato.whole_jobs.flow.step import network_of, simulate_program
-from legato.whole_jobs.presets import machine_named
 from legato.whole_jobs.traced import Traffic, predict, repeated, replay, run, traffic
+from legato.zoo.presets import machine_named
 
 MACHINE = replace(
     machine_named("h100"),

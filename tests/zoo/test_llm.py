@@ -2,23 +2,23 @@
 
 import math
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from legato import zoo
 from legato.core.errors import InputError, TooLargeError
-from legato.zoo import image
+from legato.zoo import image, language_model, shaped
 from legato.zoo.builder import Builder
-from legato.zoo.llm import language_model
+from legato.zoo.presets import FRAMEWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 #: One FLOP a second; everything else is free.
 ARITHMETIC = zoo.Device("arithmetic", 1.0, 1e30, 0.0, 1.0, bf16_flops_per_s=1.0)
-SMALL = zoo.Shape(3, 64, 4, 100, 32, kv_heads=2)
-MIXTURE = replace(SMALL, experts=4, active_experts=2)
-GPT = zoo.Shape(2, 48, 4, 100, 16, family="gpt")
+NUMBERS = {"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 100, "sequence": 32, "kv_heads": 2}
+SMALL = shaped(**NUMBERS)
+MIXTURE = shaped(**NUMBERS, experts=4, active_experts=2)
+GPT = shaped(layers=2, hidden=48, heads=4, vocabulary=100, sequence=16, family="gpt")
 
 published = runpy.run_path(str(ROOT / "benchmarks" / "language_models.py"))
 
@@ -40,7 +40,7 @@ def test_mixtral_s_active_parameters():
 
 
 def test_the_default_mlp_is_that_of_llama_3():
-    network = language_model(zoo.Shape(80, 8192, 64, 128_256, kv_heads=8))
+    network = language_model(shaped(layers=80, hidden=8192, heads=64, vocabulary=128_256, kv_heads=8))
     assert (network.name, network.parameters) == ("llm-70.6b", 70_553_706_496)
     assert language_model(SMALL).name == "llm-179k"
     assert language_model(published["gpt"](128, 25_600, 160)).name == "llm-1.01t"
@@ -88,16 +88,18 @@ def test_flops_are_six_a_parameter_and_token_and_the_attention(shape):
 
 
 def test_published_steps():
-    """One efficiency for all; the page shows what the benchmark prints."""
+    """Computing is a part of a step; the page shows what the benchmark prints."""
     ratios = [step.ours().compute_s / step.published_s for step in published["STEPS"]]
-    assert min(ratios) > 0.6 and max(ratios) < 1.3
+    assert min(ratios) > 0.55 and max(ratios) < 1.02
     page = (ROOT / "docs" / "language_models.md").read_text(encoding="utf-8")
     for row in published["rows"]():
         assert row in page
 
 
 def test_a_layer_by_hand():
-    job = compute(zoo.Shape(1, 8, 2, 10, 4, kv_heads=1, intermediate=12), batch_size=3)
+    job = compute(
+        shaped(layers=1, hidden=8, heads=2, vocabulary=10, sequence=4, kv_heads=1, intermediate=12), batch_size=3
+    )
     flops = {op.name: op.duration_s for op in job.ops if op.duration_s > 1e-9}
     tokens = 3 * 4
     forward = {
@@ -133,7 +135,8 @@ def test_recomputation_repeats_each_block_before_its_gradients(shape):
     plain, again = compute(shape, "h100"), compute(shape, "h100", recompute=True)
     added = [op for op in again.ops if op.name.endswith("/recompute")]
     assert [op.name for op in added] == [f"layer{i}/recompute" for i in reversed(range(shape.layers))]
-    forward = {i: total_of(plain, f"layer{i}/") for i in range(shape.layers)}
+    fixed_s = FRAMEWORKS["megatron-core"].mixture_s / 3 if shape is MIXTURE else 0.0  # not repeated
+    forward = {i: total_of(plain, f"layer{i}/") - fixed_s for i in range(shape.layers)}
     assert [op.duration_s for op in added] == pytest.approx([forward[i] for i in reversed(range(shape.layers))])
     assert total(again, "forward") == total(plain, "forward")
     assert total(again, "backward") == pytest.approx(total(plain, "backward") + sum(forward.values()))
@@ -217,15 +220,15 @@ def test_a_model_of_one_s_own_is_lowered_as_a_named_one():
         ({"heads": 5}, r"hidden: 64 \(expected a multiple of the 5 heads\)"),
         ({"kv_heads": 3}, r"kv_heads: 3 \(expected a divisor of the 4 heads\)"),
         ({"experts": 2, "active_experts": 3}, "active_experts: 3"),
-        ({"experts": 2, "family": "gpt"}, "experts: 2"),
+        ({"experts": 2, "family": "gpt"}, "these experts only in whole jobs"),
     ],
 )
 def test_wrong_shapes(wrong, expected):
     with pytest.raises(InputError, match=expected):
-        replace(SMALL, **wrong)
+        language_model(shaped(**NUMBERS | wrong))
 
 
 def test_too_large_shapes():
     with pytest.raises(TooLargeError, match="layers x experts"):
-        replace(SMALL, layers=65, experts=512)
-    replace(SMALL, layers=61, experts=512)
+        language_model(shaped(**NUMBERS | {"layers": 65, "experts": 512}))
+    language_model(shaped(**NUMBERS | {"layers": 61, "experts": 512}))

@@ -10,8 +10,8 @@ import numpy as np
 from legato.core.job import Job
 from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
 from legato.whole_jobs import schedules, stages
-from legato.whole_jobs.cost import Beside, Exchange, Work
-from legato.whole_jobs.layer import Passes
+from legato.zoo.language.layer import Passes
+from legato.zoo.language.work import Beside, Exchange, Work
 
 __all__ = ["OPTIMIZER", "program"]
 

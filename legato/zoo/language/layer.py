@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from legato.core.job import Job
-from legato.whole_jobs.cost import Beside, Exchange, Work
-from legato.whole_jobs.parameters import vocabulary_part
+from legato.zoo.language.parameters import vocabulary_part
+from legato.zoo.language.work import Beside, Exchange, Work
 
 __all__ = ["Passes", "embeddings", "layer", "output", "tokens", "width"]
 

@@ -1,0 +1,56 @@
+"""A language model that one GPU trains: the job, and the seconds of the parts of its passes."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from legato.core.job import Job, LanguageModel, Machine, Mesh
+from legato.core.workload import Phase
+from legato.zoo.language.layer import Passes, embeddings, layer, output
+from legato.zoo.presets import framework_named
+
+__all__ = ["job_of_one_gpu", "part_of", "part_times"]
+
+#: The first component of the names of ops before the layers.
+_BEFORE = ("embeddings", "positions")
+
+
+def job_of_one_gpu(name: str, model: LanguageModel, machine: Machine, microbatch: int, *, recompute: bool) -> Job:
+    """Return the job of one GPU and micro-batch, under the framework that whole jobs have by default."""
+    return Job(
+        name,
+        model,
+        Mesh(),
+        framework_named("megatron-core"),
+        machine,
+        microbatch=microbatch,
+        recompute="full" if recompute else "none",
+    )
+
+
+def part_of(op: str) -> str:
+    """Return the part of the model that an op belongs to, by the op's name: a key of `part_times`."""
+    first = op.partition("/")[0]
+    if first.startswith("layer"):
+        return op if op == f"{first}/recompute" else first
+    return _BEFORE[0] if first in _BEFORE else "output"
+
+
+def part_times(job: Job) -> dict[tuple[str, Phase], float]:
+    """Return the seconds for which each part of the model computes on a micro-batch, by part and phase.
+
+    The parts are `embeddings`, `layer0` and so on, what is recomputed of each of these, and `output`.
+    """
+    plain = replace(job, recompute="none")
+    kinds = {mixture: (layer(plain, mixture), layer(job, mixture)) for mixture in (False, True)}
+    times = _times("embeddings", embeddings(job)) | _times("output", output(job))
+    for i in range(job.model.layers):
+        once, passes = kinds[i in job.model.mixtures]
+        times |= _times(f"layer{i}", once)
+        times[f"layer{i}/recompute", "backward"] = passes.backward.computing_s - once.backward.computing_s
+    return times
+
+
+def _times(part: str, passes: Passes) -> dict[tuple[str, Phase], float]:
+    backward_s = passes.backward.computing_s + passes.weights.computing_s
+    return {(part, "forward"): passes.forward.computing_s, (part, "backward"): backward_s}
