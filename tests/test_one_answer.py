@@ -11,8 +11,12 @@ from support.command import run
 
 import legato
 from legato import zoo
+from legato.core.job import Job, Mesh
+from legato.fsdp.costs import Costs
 from legato.schedule import schedule
 from legato.simulator.flow import FABRICS
+from legato.whole_jobs.cost import collective
+from legato.zoo.presets import framework_named, machine_named
 
 SAME = 1e-9
 
@@ -96,3 +100,29 @@ def test_accumulated_micro_batches(ask):
     alone = ask("workload", "llama-3-8b", "--batch", 6, "--accumulate", 3)
     job = ask("workload", "llama-3-8b", "--gpus", 1, "--microbatches", 3, "--microbatch-size", 2)
     same(alone["forward_s"] + alone["backward_s"], job["computing_s"])
+
+
+# ---- a machine and its links -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [2, 8, 24, 512])
+def test_what_a_collective_among_the_gpus_of_a_machine_takes(gpus):
+    """Fully sharded training and whole jobs pay one price."""
+    machine, nbytes = machine_named("h100"), 436_224_000
+    costs = Costs.of_machine(machine, gpus)
+    group = Job("j", zoo.SHAPES["llama-3-8b"], Mesh(data=gpus), framework_named("torchtitan"), machine).group("data")
+    same(costs.gather.cost(nbytes), collective("data", machine, group, nbytes).total_s)
+
+
+@pytest.mark.parametrize("bandwidth", ["50Gbit", "100Gbit", "400Gbit"])
+@pytest.mark.parametrize("gpus", [8, 512])
+def test_a_fully_sharded_step(ask, tmp_path, gpus, bandwidth):
+    """Two models of one step: events of FSDP2's rules, and a layer's communication beside its passes. Within 2%."""
+    workload, job = tmp_path / "w.json", tmp_path / "j.json"
+    ask("workload", "llama-3-70b", "-o", workload)
+    ask("workload", "llama-3-70b", "--data", gpus, "--shard", "parameters", "--preset", "torchtitan", "-o", job)
+    links = ["--bandwidth", bandwidth]
+    rows = ask("plan", workload, "--shard", "parameters", "--workers", gpus, "--machine", "h100", *links)
+    (block,) = [row for row in rows if row["name"] == "by block"]
+    step = ask("simulate", job, "--fidelity", "collective", *links)
+    assert block["iteration_s"] == pytest.approx(step["step_s"] - step["exposed_s"]["optimizer"], rel=0.02)

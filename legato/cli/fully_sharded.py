@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
+from legato.cli.axes import Given
 from legato.cli.options import quantity, setting
 from legato.cli.output import note, print_json, print_table, say
+from legato.cli.whole_jobs import OF_MACHINE, links_of, machine_with
 from legato.core import files
 from legato.core.axes import BY_NAME
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.job import Machine
 from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.text import count
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,6 +46,13 @@ class FullySharded:
         metavar="SIZE",
         show_default="no limit",
     )
+    machine: str | None = setting(
+        None,
+        "Hosts of a machine of whole jobs, such as h100, or of a file: with its links, at the share that collectives "
+        "reach, and its latencies. --bandwidth, --local-bandwidth and --gpus-per-host change its links.",
+        metavar="NAME|FILE",
+        show_default="none",
+    )
     gpus_per_host: int = _axis("gpus_per_host")
     local_bandwidth: str = _axis("local_bandwidth")
     gpus_per_card: int = _axis("gpus_per_card")
@@ -60,7 +71,20 @@ class FullySharded:
         """The options that differ from their defaults."""
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
-    def sharding(self, workload: Workload) -> Sharding:
+    def on_machine(self, network: Given) -> Machine | None:
+        """The machine, with what the options change in it. Raises `InputError` on options that it has no use for."""
+        from legato.zoo.presets import machine_named
+
+        if self.machine is None:
+            return None
+        typed = {axis: value for axis, value in network.axes.items() if value is not None}
+        typed |= {"cluster": network.file} if network.file is not None else {}
+        typed |= {axis: getattr(self, axis) for axis in self.given() if axis in BY_NAME}
+        if wrong := typed.keys() - {"workers", *OF_MACHINE}:
+            raise InputError(f"--{min(wrong).replace('_', '-')}: with --machine (expected one of the two)")
+        return machine_with(machine_named(self.machine), typed)
+
+    def sharding(self, workload: Workload, machine: Machine | None) -> Sharding:
         from legato.fsdp.table import Sharding
         from legato.fsdp.units import Precision
 
@@ -73,11 +97,13 @@ class FullySharded:
             micro_batches=self.micro_batches,
             precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
             host_s=quantity("host-time", self.host_time, parse_seconds),
+            machine=machine,
         )
 
 
 def plan_fully_sharded(
     job: Workload,
+    network: Given,
     cluster: Cluster,
     how: FullySharded,
     where: str,
@@ -91,7 +117,10 @@ def plan_fully_sharded(
     from legato.report.html import write_report
     from legato.report.model import Report
 
-    found = compare(job, cluster, how.sharding(job))
+    machine = how.on_machine(network)
+    if machine is not None:
+        where = f"{count(cluster.workers, 'worker')}, {links_of(machine)}"
+    found = compare(job, cluster, how.sharding(job, machine))
     chosen = found.rows[found.answer]
     if (output is not None or how.code) and chosen.wrapping is None:
         raise InputError(f"{chosen.name} is the answer: there is nothing to wrap (leave out --output and --code)")

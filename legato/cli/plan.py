@@ -108,7 +108,7 @@ def plan(
     if how.shard == "parameters":
         _refuse_beside_parameters(how, check_bound)
         where = machines.describe(how.collective)
-        plan_fully_sharded(job, machines.cluster, fully, where, output=output, timeline=timeline, json=json)
+        plan_fully_sharded(job, network, machines.cluster, fully, where, output=output, timeline=timeline, json=json)
         return
     if given := fully.given():
         raise InputError(f"--{given[0].replace('_', '-')}: with --shard {how.shard} (expected --shard parameters)")

@@ -20,7 +20,7 @@ from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.quantities import parse_flops
 from legato.core.text import count, percent
-from legato.core.units import format_bytes, format_seconds
+from legato.core.units import format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from legato.report.model import Breakdown
@@ -39,6 +39,8 @@ __all__ = [
     "job_of",
     "jobs_of",
     "links",
+    "links_of",
+    "machine_with",
     "network_given",
     "refuse_network",
     "refuse_others",
@@ -277,14 +279,28 @@ def refuse_network(typed: typer.Context, *more: str) -> None:
 
 def links(typed: typer.Context, machine: Machine) -> Machine:
     """The machine with the links that the options of `legato simulate` describe."""
+    return machine_with(machine, {name: typed.params[name] for name in OF_MACHINE if is_given(typed, name)})
+
+
+def machine_with(machine: Machine, given: dict[str, Any]) -> Machine:
+    """The machine with the links that these options of `OF_MACHINE` describe, as they were typed."""
     from legato.zoo.presets import with_links
 
-    axes = [BY_NAME[name] for name in OF_MACHINE if is_given(typed, name)]
-    found = {axis.field: typed.params[axis.name] for axis in axes}
-    for axis in axes:
-        if axis.parse is not None:
-            found[axis.field] = quantity(axis.name.replace("_", "-"), found[axis.field], axis.parse)
+    found = {}
+    for axis in [BY_NAME[name] for name in OF_MACHINE if name in given]:
+        value = given[axis.name]
+        parsed = value if axis.parse is None else quantity(axis.name.replace("_", "-"), value, axis.parse)
+        found[axis.field] = parsed
     return with_links(machine, found)
+
+
+def links_of(machine: Machine) -> str:
+    """The links of a machine in words: nominal rates, and the shares of these that are reached."""
+    card, link = (format_bandwidth(8 * rate) for rate in (machine.card_bytes_per_s, machine.link_bytes_per_s))
+    return (
+        f"hosts of {machine.gpus_per_host} x {machine.name}: {card} a GPU ({percent(machine.card_share, 0)} reached), "
+        f"{link} inside hosts ({percent(machine.link_share, 0)} reached)"
+    )
 
 
 def is_given(typed: typer.Context, option: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from legato.core.cluster import LinearCost
 from legato.core.errors import InputError, TooLargeError
 from legato.core.units import Int64
 
@@ -251,6 +252,18 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                 raise InputError(
                     f"{field}: {value} (expected {'a share, above 0 to 1' if share else 'a number above 0'})"
                 )
+
+    def ring(self, group: WorkerGroup) -> LinearCost:
+        """What a ring of these workers takes: its latency, and the seconds for each byte that a worker sends.
+
+        It goes through each host once, on all cards of the group's workers there (nccl-tests' bus bandwidth).
+        """
+        bus = self.link_bytes_per_s * self.link_share
+        if group.hosts == 1:
+            return LinearCost(self.latency_s, 1 / bus)
+        cards = self.card_bytes_per_s * group.per_host * self.card_share
+        latency_s = self.network_latency_s + self.hop_s * (group.hosts - 1)
+        return LinearCost(latency_s, 1 / (min(bus, cards) if group.per_host > 1 else cards))
 
 
 class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, tag_field="format", tag="legato.job/1"):

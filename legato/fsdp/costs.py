@@ -6,6 +6,7 @@ import msgspec
 
 from legato.core.cluster import PARAMETER_SERVER, Cluster, LinearCost
 from legato.core.errors import InputError
+from legato.core.job import Machine, WorkerGroup
 
 __all__ = ["Costs", "Hosts"]
 
@@ -53,18 +54,39 @@ class Costs(msgspec.Struct, frozen=True):
         that share a host use the links inside. Raises `InputError` if the replicas, or the GPUs of a host, do not
         divide the workers, or if nothing is left to be sharded.
         """
-        workers = cluster.workers
         if cluster.default_collective == PARAMETER_SERVER:
             raise InputError(f"collective: {PARAMETER_SERVER} (expected one of workers: FSDP2 has no servers)")
-        for name, count in (("replicas", replicas), ("gpus per host", hosts.gpus)):
-            if count < 1 or workers % count:
-                raise InputError(f"{name}: {count} (expected a divisor of the {workers} workers)")
-        ranks = workers // replicas
-        if ranks < 2:
-            raise InputError(f"workers: {workers} in {replicas} replicas (expected 2 or more ranks to shard over)")
+        ranks = _ranks(cluster.workers, replicas, hosts.gpus)
         network = _Network(cluster, hosts)
         gather = network.gather(ranks)
         return cls(ranks, gather, network.gather(hosts.gpus), gather, network.all_reduce(replicas), host_s=host_s)
+
+    @classmethod
+    def of_machine(cls, machine: Machine, workers: int, *, replicas: int = 1, host_s: float = 0.0) -> Costs:
+        """The costs among workers that fill hosts of a machine, as whole jobs have them; raises as `of`."""
+        gpus = machine.gpus_per_host
+        ranks = _ranks(workers, replicas, min(gpus, workers))
+        gather = _on_machine(machine, WorkerGroup(ranks, -(-ranks // gpus), min(ranks, gpus)))
+        in_host = _on_machine(machine, WorkerGroup(gpus, 1, gpus))
+        among = None if replicas == 1 else _on_machine(machine, WorkerGroup(replicas, replicas, 1))
+        both = None if among is None else LinearCost(2 * among.alpha_s, 2 * among.beta_s_per_byte)
+        return cls(ranks, gather, in_host, gather, both, host_s=host_s)
+
+
+def _ranks(workers: int, replicas: int, gpus: int) -> int:
+    """The ranks over which a model is sharded."""
+    for name, number in (("replicas", replicas), ("gpus per host", gpus)):
+        if number < 1 or workers % number:
+            raise InputError(f"{name}: {number} (expected a divisor of the {workers} workers)")
+    if workers // replicas < 2:
+        raise InputError(f"workers: {workers} in {replicas} replicas (expected 2 or more ranks to shard over)")
+    return workers // replicas
+
+
+def _on_machine(machine: Machine, group: WorkerGroup) -> LinearCost:
+    """A gather among these ranks."""
+    ring = machine.ring(group)
+    return LinearCost(ring.alpha_s, ring.beta_s_per_byte * (group.size - 1) / group.size)
 
 
 class _Network:

@@ -12,6 +12,7 @@ import msgspec
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, unknown_name
 from legato.core.files import identity
+from legato.core.job import Machine
 from legato.core.text import percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bytes, format_seconds
@@ -63,7 +64,9 @@ class Sharding:
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
     None is no limit. Of the `gpus_per_host`, `gpus_per_card` share a network card, and links between them have
     `local_bandwidth_bps` bits per second. `precision` is by default the workload's, with float32 parameters and
-    reductions. `host_s` is what the host needs for one group in a step (seconds). Raises `InputError` on numbers out
+    reductions. `host_s` is what the host needs for one group in a step (seconds). With a `machine`
+    of whole jobs, hosts, cards, links and latencies are its own, and of the cluster only the number of workers counts.
+    Raises `InputError` on numbers out
     of range.
     """
 
@@ -74,6 +77,7 @@ class Sharding:
     micro_batches: int = 1
     precision: Precision | None = None
     host_s: float = 0.0
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 1:
@@ -83,9 +87,16 @@ class Sharding:
         if not 0 <= self.host_s < math.inf:
             raise InputError(f"host_s: {self.host_s} (expected finite seconds, at least 0)")
 
-    @property
-    def hosts(self) -> Hosts:
-        return Hosts(self.gpus_per_host, self.local_bandwidth_bps, self.gpus_per_card)
+    def costs(self, cluster: Cluster, replicas: int = 1) -> Costs:
+        """The costs on the cluster or, if there is a machine, on hosts of it."""
+        if self.machine is not None:
+            return Costs.of_machine(self.machine, cluster.workers, replicas=replicas, host_s=self.host_s)
+        hosts = Hosts(self.gpus_per_host, self.local_bandwidth_bps, self.gpus_per_card)
+        return Costs.of(cluster, hosts, replicas=replicas, host_s=self.host_s)
+
+    def gpus(self, workers: int) -> int:
+        """The ranks that share a host."""
+        return self.gpus_per_host if self.machine is None else min(self.machine.gpus_per_host, workers)
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -98,6 +109,7 @@ class ShardingOptions(TypedDict, total=False):
     micro_batches: int
     precision: Precision | None
     host_s: float
+    machine: Machine | None
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -355,8 +367,8 @@ class _OfWorkload(_Table):
     def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
         self.workload, self.cluster, self.sharding = workload, cluster, sharding
         self.precision = sharding.precision or Precision(4, workload.itemsize, 4)
-        self.costs = Costs.of(cluster, sharding.hosts, host_s=sharding.host_s)
-        node = sharding.hosts.gpus if 1 < sharding.hosts.gpus < self.costs.ranks else None
+        self.costs, gpus = sharding.costs(cluster), sharding.gpus(cluster.workers)
+        node = gpus if 1 < gpus < self.costs.ranks else None
         optimizer_s = math.fsum(workload.ops[op].duration_s for op in workload.phase_ops("optimizer"))
         super().__init__(self._units(), self.costs, self.precision, node, sharding.micro_batches, optimizer_s)
         self.parts = self._units(level=2)
@@ -378,15 +390,15 @@ class _OfWorkload(_Table):
 
     def _hybrid(self) -> Iterator[Row]:
         """HSDP: sharded over one host, or a few, and replicated."""
-        hosts = self.sharding.hosts
-        if not 2 <= hosts.gpus < self.cluster.workers:
-            return
         workers = self.cluster.workers
-        for ranks in [ranks for ranks in range(hosts.gpus, workers, hosts.gpus) if workers % ranks == 0][:3]:
+        gpus = self.sharding.gpus(workers)
+        if not 2 <= gpus < workers:
+            return
+        for ranks in [ranks for ranks in range(gpus, workers, gpus) if workers % ranks == 0][:3]:
             replicas = workers // ranks
             name = f"{BY_BLOCK}, {replicas} replicas (HSDP)"
             wrapping = msgspec.structs.replace(self.chain.wrapping(by_unit(self.chain), name), replicas=replicas)
-            costs = Costs.of(self.cluster, hosts, replicas=replicas, host_s=self.sharding.host_s)
+            costs = self.sharding.costs(self.cluster, replicas)
             units = units_of(self.workload, ranks, self.precision)
             sync: Sync = "all-reduce-last" if self.micro_batches > 1 else "each"
             yield self._row(name, wrapping, sync=sync, units=units, costs=costs)
@@ -403,7 +415,9 @@ class _OfWorkload(_Table):
     def _ddp(self) -> Row:
         """Under DDP, parameters are stored whole, and gradients are reduced in the same precision as FSDP2's."""
         both = LinearCost(2 * self.costs.gather.alpha_s, 2 * self.costs.gather.beta_s_per_byte)
-        cluster = Cluster(self.cluster.workers, {"ring": both}) if self.sharding.hosts.gpus > 1 else self.cluster
+        cluster = self.cluster
+        if self.sharding.machine is not None or self.sharding.gpus_per_host > 1:
+            cluster = Cluster(cluster.workers, {"ring": both})
         times, itemsize = self.precision.reduced, self.workload.itemsize
         workload = msgspec.structs.replace(
             self.workload,

@@ -77,21 +77,16 @@ def _cost(job: Job, stage: int, one: Exchange) -> Cost:
 
 
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
-    """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce.
+    """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce, in a ring.
 
-    latency + halves x bytes x (g-1)/g / bus: a ring through each host once, on all cards of the group's workers there
-    (nccl-tests' bus bandwidth).
+    latency + halves x bytes x (g-1)/g / bus.
     """
     if group.size == 1:
         return Cost()
-    sent = halves * nbytes * (group.size - 1) / group.size
-    bus = machine.link_bytes_per_s * machine.link_share
-    latency_s, away = machine.latency_s, 0.0
-    if group.hosts > 1:
-        cards = machine.card_bytes_per_s * group.per_host * machine.card_share
-        bus = min(bus, cards) if group.per_host > 1 else cards
-        latency_s, away = _network_latency_s(machine, group), group.hosts / group.size
-    return Cost({kind: latency_s + sent / bus}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})
+    sent, ring = halves * nbytes * (group.size - 1) / group.size, machine.ring(group)
+    away = group.hosts / group.size if group.hosts > 1 else 0.0
+    seconds = ring.alpha_s + sent * ring.beta_s_per_byte
+    return Cost({kind: seconds}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})
 
 
 def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
@@ -102,20 +97,11 @@ def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -
     seconds = near / (machine.link_bytes_per_s * machine.link_share)
     if away:
         seconds = max(seconds, away / (machine.card_bytes_per_s * machine.card_share))
-    latency_s = _network_latency_s(machine, group) if away else machine.latency_s
+    latency_s = machine.ring(group).alpha_s
     return Cost({kind: latency_s + seconds}, {(kind, "host"): near, (kind, "network"): away})
 
 
 def send(kind: str, machine: Machine, nbytes: float, away: bool) -> Cost:
     """A transfer to one worker, on another host (`away`) or on the same."""
-    if away:
-        seconds = _network_latency_s(machine, WorkerGroup(2, 2, 1)) + nbytes / (
-            machine.card_bytes_per_s * machine.card_share
-        )
-    else:
-        seconds = machine.latency_s + nbytes / (machine.link_bytes_per_s * machine.link_share)
-    return Cost({kind: seconds}, {(kind, "network" if away else "host"): nbytes})
-
-
-def _network_latency_s(machine: Machine, group: WorkerGroup) -> float:
-    return machine.network_latency_s + machine.hop_s * (group.hosts - 1)
+    link = machine.ring(WorkerGroup(2, 2, 1) if away else WorkerGroup(2, 1, 2))
+    return Cost({kind: link.cost(nbytes)}, {(kind, "network" if away else "host"): nbytes})

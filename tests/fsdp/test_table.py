@@ -128,6 +128,10 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
         (["--memory", "1GiB"], "--memory: with --shard none"),
         (["--shard", "parameters", "--memory", "1MiB"], "memory: 1 MiB"),
         (["--shard", "parameters", "--gpus-per-host", "5"], "gpus per host: 5"),
+        (["--shard", "parameters", "--machine", "h101"], "unknown machine 'h101'"),
+        (["--shard", "parameters", "--machine", "h100", "--latency", "5us"], "--latency: with --machine"),
+        (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "2"], "--gpus-per-card: with --machine"),
+        (["--machine", "h100"], "--machine: with --shard none (expected --shard parameters)"),
         (["--shard", "parameters", "--servers", "2"], "FSDP2 has no servers"),
     ],
 )
