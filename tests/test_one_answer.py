@@ -48,7 +48,7 @@ def same(*answers):
     ("fidelity", "fabric"),
     [
         *(("collective", fabric) for fabric in ("ring", "tree", "shuffle", "parameter-server")),
-        *(("flow", fabric) for fabric in FABRICS),
+        *(pytest.param("flow", fabric, marks=pytest.mark.slow if "+" in fabric else ()) for fabric in FABRICS),
     ],
 )
 def test_a_step_on_a_fabric(ask, tmp_path, fidelity, fabric, reduce):
@@ -114,8 +114,13 @@ def test_what_a_collective_among_the_gpus_of_a_machine_takes(gpus):
     same(costs.gather.cost(nbytes), collective("data", machine, group, nbytes).total_s)
 
 
-@pytest.mark.parametrize("bandwidth", ["50Gbit", "100Gbit", "400Gbit"])
-@pytest.mark.parametrize("gpus", [8, 512])
+@pytest.mark.parametrize(
+    ("gpus", "bandwidth"),
+    [
+        (8, "50Gbit"),
+        *(pytest.param(512, bandwidth, marks=pytest.mark.slow) for bandwidth in ("50Gbit", "100Gbit", "400Gbit")),
+    ],
+)
 def test_a_fully_sharded_step(ask, tmp_path, gpus, bandwidth):
     """Two models of one step: events of FSDP2's rules, and a layer's communication beside its passes. Within 2%."""
     workload, job = tmp_path / "w.json", tmp_path / "j.json"
