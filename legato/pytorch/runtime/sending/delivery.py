@@ -78,6 +78,7 @@ class Delivery:
         self._module_calls = ModuleCalls(self.settle, readers.is_own, readers.note_compilation)
         self._replaces_functions = False  # while updates wait
         self._device = slots[0].parameter.device
+        self._at_look = None if self._device.type == "cpu" else self._look
         self._home: torch.Stream | None = None  # see [Note: streams]
         self._watched: list[Slot] = []  # parameters that have gates though they are up to date
         self._watch = ExitStack()
@@ -211,7 +212,7 @@ class Delivery:
 
     def install_gate(self, slot: Slot) -> None:
         """Let a parameter wait until it is read."""
-        gate.install(slot, self.resolve, self.zero, None if self._device.type == "cpu" else self._look)
+        gate.install(slot, self.resolve, self.zero, self._at_look)
 
     def _look(self) -> None:
         """Let a reader on another stream wait for what this one has waited for, or brought up to date, since."""

@@ -93,7 +93,7 @@ class Slot:
     @property
     def has_grad(self) -> bool:
         """Whether this rank has a gradient to send in this backward pass, or had one in the last."""
-        return self.gradient in (EARLY, ARRIVED)
+        return self.gradient == ARRIVED or self.gradient == EARLY
 
     def begin_pass(self, lends: bool) -> None:
         """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
