@@ -14,8 +14,12 @@ from legato import zoo
 from legato.core.job import Job, Mesh
 from legato.fsdp.costs import Costs
 from legato.schedule import schedule
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator.flow import FABRICS
 from legato.whole_jobs.cost import collective
+from legato.whole_jobs.flow.step import network_of
+from legato.whole_jobs.flow.step import simulate as simulate_links
+from legato.whole_jobs.step import predict
 from legato.zoo.presets import framework_named, machine_named
 
 SAME = 1e-9
@@ -131,3 +135,60 @@ def test_a_fully_sharded_step(ask, tmp_path, gpus, bandwidth):
     (block,) = [row for row in rows if row["name"] == "by block"]
     step = ask("simulate", job, "--fidelity", "collective", *links)
     assert block["iteration_s"] == pytest.approx(step["step_s"] - step["exposed_s"]["optimizer"], rel=0.02)
+
+
+# ---- the step of a whole job -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fidelity", ["collective", "flow"])
+def test_a_step_of_a_job(ask, tmp_path, fidelity):
+    """`workload` that writes it, `simulate`, its cell in `sweep`, Python, and a job that has the network for itself."""
+    file = tmp_path / "j.json"
+    layout = ["--tensor", 2, "--pipeline", 2, "--data", 4, "--microbatches", 4, "--shard", "optimizer"]
+    written = ask("workload", "llama-3-8b", *layout, "-o", file)
+    bandwidth = ["--bandwidth", "400Gbit", "--fidelity", fidelity]
+    job = legato.read(file, Job)
+    python = predict(job).seconds if fidelity == "collective" else simulate_links(job, network_of(job.machine, 16))
+    same(
+        ask("simulate", file, *bandwidth)["step_s"],
+        ask("simulate", file, "--fidelity", fidelity)["step_s"],
+        ask("sweep", file, *bandwidth)["step_s"],
+        python if fidelity == "collective" else python.step.seconds,
+        *([written["step_s"]] if fidelity == "collective" else []),
+    )
+
+
+def test_a_row_of_layouts(ask, tmp_path):
+    """The fastest layout, written as a job, takes what its row says: time, memory and bytes."""
+    file = tmp_path / "j.json"
+    rows = ask("layouts", "llama-3-8b", "--gpus", 16, "--batch", 32, "--number", 3, "-o", file)
+    step = ask("simulate", file, "--fidelity", "collective")
+    row = min(rows["layouts"] if isinstance(rows, dict) else rows, key=lambda row: row["step_s"])
+    same(step["step_s"], row["step_s"])
+    for part in step["memory_nbytes"]:
+        same(step["memory_nbytes"][part], row["memory_nbytes"][part])
+
+
+# ---- a plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", ["ddp", "mg-wfbp", "legato"])
+def test_the_time_of_a_plan(ask, tmp_path, scheduler):
+    """`plan`, which writes it, `simulate` of that plan, and of its scheduler; its cell in `sweep`; and Python."""
+    file, plan, network = tmp_path / "w.json", tmp_path / "p.json", ["--workers", 8, "--bandwidth", "10Gbit"]
+    workload = zoo.workload("resnet-v1-50")
+    legato.write(file, workload)
+    row = ask("plan", file, *network, "--scheduler", scheduler, "--collective", "ring", "-o", plan)
+    formulas = [*network, "--fabric", "ring", "--fidelity", "collective"]
+    cluster = legato.Cluster.derive(8, 10e9, 30e-6, collectives=["ring"])
+    cell = ask("sweep", file, *formulas, "--scheduler", scheduler)
+    same(
+        row["iteration_s"],
+        ask("simulate", file, *formulas, "--plan", plan)["iteration_s"],
+        ask("simulate", file, *formulas, "--scheduler", scheduler)["iteration_s"],
+        cell["iteration_s"],
+        legato.simulate(workload, legato.read(plan, legato.Plan), cluster).iteration_s,
+        legato.simulate(workload, legato.plan(workload, cluster, scheduler), cluster).iteration_s,
+    )
+    kind = kind_of(legato.read(plan, legato.Plan), workload)._asdict()
+    same(row["lower_bound_s"], cell["lower_bound_s"], legato.lower_bound(workload, cluster, **kind).seconds)
