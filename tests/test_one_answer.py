@@ -137,6 +137,20 @@ def test_a_fully_sharded_step(ask, tmp_path, gpus, bandwidth):
     assert block["iteration_s"] == pytest.approx(step["step_s"] - step["exposed_s"]["optimizer"], rel=0.02)
 
 
+@pytest.mark.parametrize("bandwidth", ["50Gbit", pytest.param("400Gbit", marks=pytest.mark.slow)])
+def test_a_wrapping_as_a_program(ask, tmp_path, bandwidth):
+    """The row that `plan` takes, and `simulate` of what its GPUs do, by formulas and on links that nothing shares."""
+    workload, program = tmp_path / "w.json", tmp_path / "p.json"
+    ask("workload", "llama-3-8b", "-o", workload)
+    network, memory = ["--bandwidth", bandwidth], ["--memory", "16GiB"]
+    plan = ["plan", workload, "--shard", "parameters", "--workers", 32, "--machine", "h100", *network, *memory]
+    (answer,) = [row for row in ask(*plan, "--program", program) if row["answer"]]
+    steps = [
+        ask("simulate", program, *network, "--fidelity", name)["predicted"]["step_s"] for name in ("collective", "flow")
+    ]
+    same(answer["iteration_s"], *steps)
+
+
 # ---- the step of a whole job -------------------------------------------------------------------
 
 

@@ -65,6 +65,9 @@ class FullySharded:
     report: Path | None = setting(
         None, "Write a page with time over memory, and what a rank does, to this file.", metavar="R.html"
     )
+    program: Path | None = setting(
+        None, "Write what the GPUs do to this file: legato simulate runs it link by link.", metavar="P.json"
+    )
     code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
 
     def given(self) -> list[str]:
@@ -113,19 +116,23 @@ def plan_fully_sharded(
     json: bool,
 ) -> None:
     """Print the table, and write the wrapping that is taken, and its timeline, to files."""
-    from legato.fsdp.table import compare
+    from legato.fsdp.table import compare, program_of_wrapping
     from legato.report.html import write_report
     from legato.report.model import Report
 
+    wanted = {"output": output is not None, "code": how.code, "program": how.program is not None}
     machine = how.on_machine(network)
     if machine is not None:
         where = f"{count(cluster.workers, 'worker')}, {links_of(machine)}"
-    found = compare(job, cluster, how.sharding(job, machine))
+    sharding = how.sharding(job, machine)
+    found = compare(job, cluster, sharding)
     chosen = found.rows[found.answer]
-    if (output is not None or how.code) and chosen.wrapping is None:
-        raise InputError(f"{chosen.name} is the answer: there is nothing to wrap (leave out --output and --code)")
+    if chosen.wrapping is None and (unused := [f"--{what}" for what in ("output", "code", "program") if wanted[what]]):
+        raise InputError(f"{chosen.name} is the answer: there is nothing to wrap (leave out {', '.join(unused)})")
     if output is not None and chosen.wrapping is not None:
         files.write(output, chosen.wrapping)
+    if how.program is not None and chosen.wrapping is not None:
+        files.write(how.program, program_of_wrapping(job, cluster, sharding, chosen.wrapping))
     if timeline is not None:
         files.write(timeline, found.timeline(where))
     if how.report is not None:
@@ -141,7 +148,7 @@ def plan_fully_sharded(
         say(found.verdict)
     if (how.code or output is not None) and not job.modules:
         note("the modules have the names of the workload; capture your model to have its own")
-    for path in (output, timeline, how.report):
+    for path in (output, timeline, how.report, how.program):
         if path is not None:
             note(f"{chosen.name} -> {path}")
 

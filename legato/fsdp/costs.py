@@ -69,7 +69,7 @@ class Costs(msgspec.Struct, frozen=True):
         gather = _on_machine(machine, WorkerGroup(ranks, -(-ranks // gpus), min(ranks, gpus)))
         in_host = _on_machine(machine, WorkerGroup(gpus, 1, gpus))
         among = None if replicas == 1 else _on_machine(machine, WorkerGroup(replicas, replicas, 1))
-        both = None if among is None else LinearCost(2 * among.alpha_s, 2 * among.beta_s_per_byte)
+        both = None if among is None else LinearCost(among.alpha_s, 2 * among.beta_s_per_byte)
         return cls(ranks, gather, in_host, gather, both, host_s=host_s)
 
 

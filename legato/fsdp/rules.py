@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.core.errors import InputError
+from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
 from legato.core.text import shorten
 from legato.core.timeline import Span, SpanKind, Timeline
 from legato.core.wrapping import Sync, Wrapping
 from legato.fsdp.costs import Costs
 from legato.fsdp.units import Precision, Unit
 
-__all__ = ["Piece", "Step", "resolve", "run"]
+__all__ = ["Piece", "Step", "program_of", "resolve", "run"]
 
 
 class Piece(NamedTuple):
@@ -122,6 +123,41 @@ def run(
     return _Run(units, wrapping, costs, precision, ends_backward).step()
 
 
+def program_of(
+    units: Sequence[Unit],
+    wrapping: Wrapping,
+    costs: Costs,
+    precision: Precision,
+    *,
+    per_host: int,
+    update_s: float = 0.0,
+) -> Program:
+    """The step that `run` predicts as a program, for ranks of which `per_host` neighbours share a host.
+
+    The optimizer takes `update_s` seconds at the end. The program takes as long, but that gathers inside a host may run
+    during others of the network here; and the host's own time is left out. Raises `InputError` with replicas, whose
+    sums begin where others end.
+    """
+    if wrapping.replicas > 1:
+        raise InputError(f"replicas: {wrapping.replicas} as a program (expected 1)")
+    made = _Run(units, wrapping, costs, precision, ends_backward=True)
+    made.step()
+    made.actions.append(Compute(update_s, "optimizer"))
+    everyone = (tuple(range(costs.ranks)),)
+    in_hosts = tuple(tuple(range(first, first + per_host)) for first in range(0, costs.ranks, per_host))
+    communications = tuple(
+        Communication("data", operation, in_hosts if in_host else everyone, nbytes)
+        for _, operation, nbytes, in_host in made.collectives
+    )
+    starts: dict[int, list[Start]] = {}
+    for number, (place, *_) in enumerate(made.collectives):
+        starts.setdefault(place, []).append(Start(number))
+    actions: list[Action] = []
+    for place, action in enumerate(made.actions):
+        actions += [*starts.get(place, []), action]
+    return Program(wrapping.name, (Lane(everyone[0], tuple(actions)),), communications)
+
+
 class _Shared:
     """What a group has at some moment of the program."""
 
@@ -129,9 +165,10 @@ class _Shared:
         self.pending: float | None = None  # when its gather ends, until its copy out is issued
         self.unsharded = False
         self.in_host = False  # each rank of a host has a part
-        self.resharded_s = 0.0  # when these parts are ready
+        self.resharded = 0.0, 0  # when these parts are ready, and where in the program
         self.accumulated = False  # whole gradients of earlier micro-batches
         self.reduced_s = 0.0  # when its last reduction ends
+        self.gather = self.reduction = -1  # the numbers of its last collectives
         self.passed: list[int] = []  # its places in the order of the forward passes
 
 
@@ -150,11 +187,18 @@ class _Run:
         self.state = [_Shared() for _ in self.groups]
         self.host = self.compute = self.wire = self.replica_wire = 0.0
         self.gather_stream = self.scatter_stream = self.gather_after = 0.0
-        self.last_copied: tuple[int, float] | None = None  # the group whose gather's output is still held, and since
-        self.buffers: deque[tuple[float, int]] = deque()  # inputs of reduce-scatters: when they end, and their bytes
+        # The group whose gather's output is still held, and since when, and where in the program.
+        self.last_copied: tuple[int, float, int] | None = None
+        # Inputs of reduce-scatters: when these end, their bytes and numbers.
+        self.buffers: deque[tuple[float, int, int]] = deque()
         self.forward_order: list[int] = []
         self.nbytes = self.peak = 0
         self.pieces: list[Piece] = []
+        # The same as a program: what the compute stream does; and each collective, with its place among these at which
+        # it can begin.
+        self.actions: list[Compute | Wait] = []
+        self.collectives: list[tuple[int, Operation, int, bool]] = []
+        self.gather_from = self.wire_from = 0  # as `gather_after` and `wire`
         self.hook_s = costs.host_s / 4  # before and after each of both passes
         self.first, self.last = self._by_unit()
 
@@ -171,7 +215,7 @@ class _Run:
         sync: Sync = self.wrapping.sync
         for k in range(self.wrapping.micro_batches):
             final = k == self.wrapping.micro_batches - 1
-            self.gather_after = max(self.gather_after, self.compute)  # the root waits for the optimizer
+            self._gather_later(self.compute, len(self.actions))  # the root waits for the optimizer
             self._forward()
             self._backward(
                 reduce=final or sync != "last",
@@ -208,7 +252,7 @@ class _Run:
         if group.reshard:
             if group.reshard is not True:
                 self._allocate(group.gathered // group.reshard)
-                state.in_host, state.resharded_s = True, self.compute
+                state.in_host, state.resharded = True, (self.compute, len(self.actions))
             self._free(group.gathered)
             state.unsharded = False
         state.passed.append(len(self.forward_order))
@@ -287,12 +331,11 @@ class _Run:
             state.accumulated = group.gradients > 0
             return
         while len(self.buffers) >= self.wrapping.buffers:
-            end, nbytes = self.buffers.popleft()
-            self.compute = max(self.compute, end)
-            self._free(nbytes)
+            self._reduced(*self.buffers.popleft())
         if not group.gradients:
             return
-        self.compute = max(self.compute, state.reduced_s) + self.costs.copy_s_per_byte * group.scattered
+        self._wait(state.reduction, state.reduced_s)
+        self._copy(group.scattered)
         whole = group.gradients
         if state.accumulated and self.upcasts:
             self._free(group.gradients)  # they are added to those of earlier micro-batches
@@ -309,7 +352,8 @@ class _Run:
         self.pieces.append(Piece("reduce_scatter", k, start, end, group.scattered))
         if not state.reduced_s:
             self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays
-        self.buffers.append((end, group.scattered))
+        state.reduction = self._begun("reduce_scatter", len(self.actions), group.scattered)
+        self.buffers.append((end, group.scattered, state.reduction))
         if self.costs.all_reduce is not None and everywhere:
             part = group.scattered // self.costs.ranks
             start = max(end, self.replica_wire)
@@ -319,15 +363,15 @@ class _Run:
 
     def _end_backward(self) -> None:
         for state in self.state:
-            self.compute = max(self.compute, state.reduced_s, state.pending or 0.0)
+            self._wait(state.reduction, state.reduced_s)
             if state.pending is not None:
+                self._wait(state.gather, state.pending)
                 self._free(self.groups[self.state.index(state)].gathered)
                 state.pending = None
             state.passed.clear()
         self.forward_order.clear()
-        for end, nbytes in self.buffers:
-            self.compute = max(self.compute, end)
-            self._free(nbytes)
+        for end, nbytes, number in self.buffers:
+            self._reduced(end, nbytes, number)
         self.buffers.clear()
 
     # What both passes do
@@ -338,13 +382,14 @@ class _Run:
         if state.pending is not None or state.unsharded:
             return
         if state.in_host:  # on a communicator of its own
-            self.gather_after = max(self.gather_after, state.resharded_s)
+            self._gather_later(*state.resharded)
             start = max(self.gather_after, self.gather_stream, self.host)
             end = start + self.costs.gather_in_host.cost(group.gathered)
         else:
             start = max(self.gather_after, self.gather_stream, self.wire, self.host)
             end = self.wire = start + self.costs.gather.cost(group.gathered)
         state.pending = self.gather_stream = end
+        state.gather = self._begun("all_gather", self.gather_from, group.gathered, in_host=state.in_host)
         cast = group.gathered // self.costs.ranks if self.casts else 0  # the shard, in the gathered precision
         self._allocate(cast)
         self._allocate(group.gathered)
@@ -357,11 +402,12 @@ class _Run:
             return
         held = None
         if forward and self.last_copied is not None:
-            held, since = self.last_copied
-            self.gather_after = max(self.gather_after, since)
+            held, since, place = self.last_copied
+            self._gather_later(since, place)
             self.last_copied = None
-        start = max(self.compute, state.pending)
-        self.compute = start + self.costs.copy_s_per_byte * group.gathered
+        self._wait(state.gather, state.pending)
+        start = self.compute
+        self._copy(group.gathered)
         self.pieces.append(Piece("copy_out", k, start, self.compute, group.gathered))
         self._allocate(group.gathered)
         if state.in_host:
@@ -370,16 +416,16 @@ class _Run:
         if held is not None:
             self._free(self.groups[held].gathered)
         if forward:
-            self.last_copied = k, self.compute
+            self.last_copied = k, self.compute, len(self.actions)
         else:
-            self.gather_after = max(self.gather_after, self.compute)
+            self._gather_later(self.compute, len(self.actions))
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
         """The root's forward pass ends: the last output of a gather is free."""
         if self.last_copied is not None:
-            held, since = self.last_copied
-            self.gather_after = max(self.gather_after, since)
+            held, since, place = self.last_copied
+            self._gather_later(since, place)
             self._free(self.groups[held].gathered)
             self.last_copied = None
 
@@ -387,7 +433,34 @@ class _Run:
         start = max(self.compute, self.host)
         self.compute = start + seconds
         self.pieces.append(Piece(kind, u, start, self.compute))
+        self.actions.append(Compute(seconds, self.units[u].path))
         self._allocate(gradients)
+
+    def _copy(self, nbytes: int) -> None:
+        if seconds := self.costs.copy_s_per_byte * nbytes:
+            self.compute += seconds
+            self.actions.append(Compute(seconds, "copy"))
+
+    def _wait(self, number: int, end: float) -> None:
+        """The compute stream waits for a collective, if there is one."""
+        self.compute = max(self.compute, end)
+        if number >= 0:
+            self.actions.append(Wait(number))
+
+    def _reduced(self, end: float, nbytes: int, number: int) -> None:
+        self._wait(number, end)
+        self._free(nbytes)
+
+    def _gather_later(self, moment: float, place: int) -> None:
+        """Gathers that are issued from now on begin at this moment, and at this place of the program, or later."""
+        self.gather_after, self.gather_from = max(self.gather_after, moment), max(self.gather_from, place)
+
+    def _begun(self, operation: Operation, place: int, nbytes: int, *, in_host: bool = False) -> int:
+        """Note a collective, and return its number."""
+        if not in_host:
+            place = self.wire_from = max(self.wire_from, place)
+        self.collectives.append((place, operation, nbytes, in_host))
+        return len(self.collectives) - 1
 
     def _hook(self) -> None:
         self.host += self.hook_s

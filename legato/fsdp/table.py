@@ -13,6 +13,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, unknown_name
 from legato.core.files import identity
 from legato.core.job import Machine
+from legato.core.program import Program
 from legato.core.text import percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bytes, format_seconds
@@ -22,7 +23,7 @@ from legato.fsdp.bound import lower_bound
 from legato.fsdp.costs import Costs, Hosts
 from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 from legato.fsdp.planner import by_unit, every, fastest
-from legato.fsdp.rules import Step, run
+from legato.fsdp.rules import Step, program_of, run
 from legato.fsdp.units import Precision, Unit, units_of
 from legato.report.model import MemoryPoint, ModelReport, TextTable
 from legato.schedule import schedule
@@ -38,6 +39,7 @@ __all__ = [
     "compare",
     "compare_traced",
     "plan_wrapping",
+    "program_of_wrapping",
 ]
 
 #: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
@@ -226,6 +228,19 @@ def compare_traced(
     tell the rest. Rows that are slower and larger than the traced groups are left out.
     """
     return _Table(units, costs, precision, node, traced.micro_batches, update_s * costs.ranks, traced).compare()
+
+
+def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding, wrapping: Wrapping) -> Program:
+    """What the ranks do in a step under one of the wrappings that `compare` found, for simulations on links.
+
+    Raises `InputError` as `rules.program_of` does.
+    """
+    table = _OfWorkload(workload, cluster, sharding)
+    known = {unit.path for unit in table.units}
+    whole = all(path in known for group in wrapping.groups for path in group.modules)
+    units, gpus = table.units if whole else table.parts, sharding.gpus(cluster.workers)
+    update_s = table.optimizer_s / table.costs.ranks
+    return program_of(units, wrapping, table.costs, table.precision, per_host=gpus, update_s=update_s)
 
 
 def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **options: Any) -> Wrapping:

@@ -1,13 +1,20 @@
 """Closed forms of FSDP2's rules."""
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.chains import random_chain
+from support.fsdp_samples import random_wrapping
+from support.strategies import examples
 
 from legato.core.cluster import LinearCost
 from legato.core.errors import InputError
 from legato.core.wrapping import Group, Wrapping
 from legato.fsdp.costs import Costs
-from legato.fsdp.rules import run
+from legato.fsdp.rules import program_of, run
 from legato.fsdp.units import Precision, Unit
+from legato.whole_jobs import traced
 
 SIZE = 1000
 FREE = LinearCost(0.0, 0.0)
@@ -98,3 +105,34 @@ def test_a_wrapping_for_another_model_is_refused(groups, said):
 def test_impossible_wrappings_are_refused(make):
     with pytest.raises(InputError):
         make()
+
+
+@examples(200)
+@given(
+    st.integers(0, 2**32), st.sampled_from([(1, "each"), (1, "each"), (2, "each"), (3, "last"), (2, "gathered-once")])
+)
+def test_a_program_takes_what_the_rules_say(seed, accumulated):
+    """Those of whole jobs run it. Gathers inside hosts may begin earlier there."""
+    units, costs, precision = random_chain(seed)
+    micro_batches, sync = accumulated
+    wrapping = msgspec.structs.replace(random_wrapping(seed, units), micro_batches=micro_batches, sync=sync)
+    program = program_of(units, wrapping, costs, precision, per_host=4, update_s=0.125)
+    seconds = [
+        (
+            costs.scatter
+            if one.operation == "reduce_scatter"
+            else costs.gather_in_host
+            if len(one.groups) > 1
+            else costs.gather
+        ).cost(one.nbytes)
+        for one in program.communications
+    ]
+    expected_s = run(units, wrapping, costs, precision).seconds + 0.125
+    found_s = traced.run(program, seconds).seconds
+    inside = any(len(one.groups) > 1 for one in program.communications)
+    assert found_s <= expected_s * (1 + 1e-9) and (inside or found_s == pytest.approx(expected_s, rel=1e-9))
+
+
+def test_replicas_are_no_program():
+    with pytest.raises(InputError, match="replicas: 2 as a program"):
+        program_of(blocks(2), by_block(2, replicas=2), Costs(8, FREE, FREE, FREE, FREE), Precision(2, 2, 4), per_host=1)
