@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from legato.cli.axes import Given, axes
-from legato.cli.options import Json, check_file
+from legato.cli.options import TRANSFER_HELP, Json, check_file
 from legato.cli.output import note, print_json, print_text, progress, say
 from legato.core import files
 from legato.core.cluster import Cluster
@@ -47,6 +47,7 @@ def advise(
     network: _Network,
     rank: Annotated[int | None, typer.Option(help="Rank to plan for.", show_default="the lowest")] = None,
     step: Annotated[str | None, typer.Option(help="Step to plan for.", show_default="the one of median length")] = None,
+    transfer: Annotated[list[str] | None, typer.Option(metavar="PATTERN=COLLECTIVE", help=f"{TRANSFER_HELP}.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="R.html", help="Write a report to this file.")
     ] = None,
@@ -61,11 +62,13 @@ def advise(
     from legato.advice import advise as judge
     from legato.advice import asides, changes, told
     from legato.ingest.jobs import import_jobs
+    from legato.ingest.names import Transfers
     from legato.ingest.source import in_folders
 
     check_file("output", output, ".html")
+    known = Transfers(transfer or ())
     with progress("reading") as advance:
-        jobs = import_jobs(in_folders(traces), rank=rank, step=step, progress=advance)
+        jobs = import_jobs(in_folders(traces), rank=rank, step=step, known=known, progress=advance)
     found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:

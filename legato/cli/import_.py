@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from legato.cli.options import Json, keep_apart, quantity, setting
+from legato.cli.options import TRANSFER_HELP, Json, keep_apart, quantity, setting
 from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -35,6 +35,7 @@ class Chosen:
     step: str | None = setting(None, "Step to import.", show_default="the one of median length")
     idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
     batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+    transfer: list[str] | None = setting(None, f"{TRANSFER_HELP} (kineto).", metavar="PATTERN=COLLECTIVE")
     program: bool = setting(
         False, "Write what all ranks compute and send, not the workload of one of them (kineto, chakra).", "--program"
     )
@@ -88,7 +89,7 @@ def import_(
             raise InputError("--batch-size means nothing for --program")
         if format not in ("chakra", "kineto"):
             raise InputError(f"--program means nothing for {format} (expected kineto or chakra)")
-    only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
+    only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster, "transfer": chosen.transfer}
     with progress("reading") as advance:
         found = _read(format, traces, chosen, sends, only_step, advance)
     if chosen.program:
@@ -110,14 +111,15 @@ def import_(
         show_measures(found.ranks)
         show_notes(found.notes)
         raise InputError(f"no workload: {found.lacking}: {named(traces)}")
-    files.write(output, found.workload)
+    job = msgspec.structs.replace(found.workload, batch_size=chosen.batch_size)
+    files.write(output, job)
     if json:
-        print_json(_summary(format, found, found.workload, output, timeline))
+        print_json(_summary(format, found, job, output, timeline))
     else:
         show_measures(found.ranks)
         show_notes(found.notes)
         waits = chosen.idle == "keep" and any(measure.idle_s > 0 for measure in found.ranks)
-        note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
+        note(f"{_described(job)}{' and waiting for the host' if waits else ''} -> {output}")
 
 
 def _write_program(found: Imported, traces: list[Path], output: Path, json: bool) -> None:
@@ -146,13 +148,15 @@ def _read(
     advance: Callable[[int, int], None],
 ) -> Imported:
     """Read traces in this format; `only_step` are the other options of those that have steps."""
-    usual: dict[str, Any] = {"name": chosen.name, "batch_size": chosen.batch_size, "progress": advance}
+    usual: dict[str, Any] = {"name": chosen.name, "progress": advance}
     if format in ("kineto", "execution-trace"):
         from legato.ingest.execution_trace import import_execution_traces
         from legato.ingest.kineto.importer import import_kineto
+        from legato.ingest.names import Transfers
 
         _refuse(format, asdict(sends))
         read = import_kineto if format == "kineto" else import_execution_traces
+        usual["known"] = Transfers(only_step["transfer"] or ())
         return read(traces, step=chosen.step, rank=chosen.rank, keep_idle=chosen.idle == "keep", **usual)
     if format == "chakra":
         from legato.ingest.chakra.importer import import_chakra, import_chakra_program

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FABRIC_HELP",
     "SCHEDULER_HELP",
+    "TRANSFER_HELP",
     "ClusterFile",
     "Collective",
     "Compute",
@@ -49,6 +50,10 @@ __all__ = [
 Value = TypeVar("Value")
 
 SCHEDULER_HELP = "Names of schedulers, separated by commas, or all."
+TRANSFER_HELP = (
+    "Kernels whose names, or those of the operators or marks that launch them, match this regular expression are this "
+    "collective, such as my_sum=all-reduce; may be repeated"
+)
 FABRIC_HELP = "Names of fabrics, separated by commas, or all."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

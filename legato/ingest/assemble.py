@@ -23,7 +23,6 @@ def assemble(
     notes: Notes,
     *,
     keep_idle: bool,
-    batch_size: int,
     device: str,
     untraced_s: float | None,
 ) -> Workload:
@@ -59,7 +58,7 @@ def assemble(
     if update_s > 0:
         notes.assume("the optimizer's time is divided among the tensors in proportion to their bytes")
     tensors.sort(key=lambda tensor: tensor.ready_after)
-    return Workload(name, tuple(built), tuple(tensors), batch_size, device, untraced_s)
+    return Workload(name, tuple(built), tuple(tensors), 1, device, untraced_s)
 
 
 def _op(op: TracedOp, index: int, place: dict[int, int], keep_idle: bool) -> Op:

@@ -30,7 +30,8 @@ from legato.core.text import count
 from legato.ingest.kineto.importer import Graph, import_kineto
 from legato.ingest.kineto.step import TracedStep
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns
-from legato.ingest.kineto.trace.events import ACCUMULATE, COLLECTIVE_NAME, COMMUNICATION, Trace
+from legato.ingest.kineto.trace.events import ACCUMULATE, COLLECTIVE_NAME, Trace
+from legato.ingest.names import COMMUNICATION, Transfers
 from legato.ingest.source import Progress, one_line, read_all, read_blocks, refusals_name_files
 from legato.ingest.traced import Imported, Notes, TracedOp
 
@@ -90,7 +91,7 @@ def import_execution_traces(
     step: str | None = None,
     rank: int | None = None,
     keep_idle: bool = True,
-    batch_size: int = 1,
+    known: Transfers | None = None,
     progress: Progress | None = None,
 ) -> Imported:
     """Import pairs of an execution trace and a profiler trace, one pair per rank.
@@ -107,8 +108,8 @@ def import_execution_traces(
         step=step,
         rank=rank,
         keep_idle=keep_idle,
-        batch_size=batch_size,
         graphs=read,
+        known=known,
         progress=progress,
     )
 

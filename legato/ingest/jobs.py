@@ -10,6 +10,7 @@ from legato.core.errors import InputError
 from legato.ingest.execution_trace import import_execution_traces, is_graph, pairs
 from legato.ingest.kineto.importer import import_kineto
 from legato.ingest.kineto.trace.events import Marks, read_marks
+from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, refusals_name_files
 from legato.ingest.traced import Imported
 
@@ -34,7 +35,12 @@ class _Job:
 
 @refusals_name_files
 def import_jobs(
-    paths: Sequence[Path], *, rank: int | None = None, step: str | None = None, progress: Progress | None = None
+    paths: Sequence[Path],
+    *,
+    rank: int | None = None,
+    step: str | None = None,
+    known: Transfers | None = None,
+    progress: Progress | None = None,
 ) -> list[Imported]:
     """Import one job, or two: a second trace of a rank, or a trace with another number of ranks, begins another job.
 
@@ -59,7 +65,11 @@ def import_jobs(
         )
     return [
         (import_kineto if all(len(files) == 1 for files in job.files.values()) else import_execution_traces)(
-            [path for files in job.files.values() for path in files], rank=rank, step=step, progress=progress
+            [path for files in job.files.values() for path in files],
+            rank=rank,
+            step=step,
+            known=known,
+            progress=progress,
         )
         for job in jobs
     ]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from legato.core.errors import InputError
+
 __all__ = [
+    "COMMUNICATION",
     "GRADIENT_KINDS",
     "GROUPED",
+    "Transfers",
     "collective_kind",
     "element_bytes",
     "is_integer",
-    "is_transfer",
-    "looks_like_a_transfer",
     "ranks_in_words",
     "tensor_bytes",
     "tensor_elements",
@@ -24,6 +26,9 @@ __all__ = [
 
 #: The collectives that carry gradients if the backward pass issues them.
 GRADIENT_KINDS = ("all_reduce", "reduce_scatter")
+#: The operator that tells what a collective is.
+COMMUNICATION = "record_param_comms"
+_COLLECTIVES = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 #: Sends and receives that NCCL carries out together, and whatever else it does.
 GROUPED = "send_recv"
 
@@ -43,18 +48,23 @@ _KINDS = {
     "coalesced": GROUPED,
 }
 
-#: Kernels that move data between devices, and their kind where their names do not say it: libraries of collectives
-#: (NCCL, RCCL, oneCCL, MSCCL, NVSHMEM, rocSHMEM), torch's symmetric memory, and those of experts' and of serving's own.
-_TRANSFERS = (
-    (re.compile(r"deep_?ep\b|deep_ep::|pplx|mori::|\bep_(?:dispatch|combine)", re.IGNORECASE), "all_to_all"),
-    (re.compile(r"cross_device_reduce|quick_?reduce|allreduce_prototype|allreduce_fusion|lamport", re.IGNORECASE),
-     "all_reduce"),
-    (re.compile(r"nccl|rccl|oneccl|msccl|nvshmem|rocshmem|(?:^|\W)multimem_|(?:one|two)_?shot_", re.IGNORECASE), None),
-)  # fmt: skip
-_LIKE_TRANSFERS = re.compile(
-    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|send_?recv|broadcast_?ring|p2p|PtoP|peer_?to_?peer|symm_?mem",
-    re.IGNORECASE,
+#: What moves data between devices, and its kind where its name does not say it: kernels, and the operators that launch
+#: them. They are of libraries of collectives (NCCL, RCCL, oneCCL, MSCCL, HCCL, NVSHMEM, rocSHMEM), of torch, and of
+#: experts' and serving's own.
+_TRANSFERS = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"(?:deep|hybrid)_?ep\b|(?:deep|hybrid)_ep::|pplx|mori::|\bep_(?:dispatch|combine)", "all_to_all"),
+        (r"cross_device_reduce|quick_?reduce|allreduce_prototype|allreduce_fusion|lamport", "all_reduce"),
+        (r"nccl|rccl|oneccl|msccl|hccl|nvshmem|rocshmem|userbuffers|(?:^|\W)multimem_", None),
+        (r"(?:one|two)_?shot(?:_|\w*reduce)", None),
+        (r"(?:^|[^\w:])(?:_?c10d\w*::(?!check_?for_?nan|\w*wait|monitored_barrier)|symm_mem::|_dtensor::)", None),
+        (rf"^(?:{COMMUNICATION}|(?!aten|torch|autograd|fsdp)\w+::\w*(?:{_COLLECTIVES})\w*)$", None),
+    )
 )
+#: Copies, and what is launched beside a collective and computes.
+_COMPUTES = re.compile(r"Mem(?!cpy PtoP)|.*checkForNaN", re.IGNORECASE)
+_LIKE_TRANSFERS = re.compile(rf"{_COLLECTIVES}|send_?recv|broadcast_?ring|p2p|peer_?to_?peer|symm_?mem|PtoP", re.I)
 
 _ELEMENT_BYTES = {
     "double": 8, "long": 8, "long int": 8, "int64": 8, "float64": 8, "complexfloat": 8,
@@ -73,15 +83,55 @@ def collective_kind(name: str) -> str | None:
     return next((kind for word, kind in _KINDS.items() if word in plain), None)
 
 
-@lru_cache(2**16)
-def is_transfer(kernel: str) -> bool:
-    """Whether a kernel of this name is known to move data between devices: no copy or fill is, whatever its name."""
-    return not kernel.startswith("Mem") and any(pattern.search(kernel) for pattern, _ in _TRANSFERS)
+class Transfers:
+    """What moves data between devices, by name: what the table above has, and what a user adds to it.
+
+    `added` are texts `PATTERN=COLLECTIVE`: kernels, operators and marks whose names match the regular expression are
+    of this collective, such as `all-reduce`. Raises `InputError` for any other text.
+    """
+
+    def __init__(self, added: Iterable[str] = ()) -> None:
+        self.added = tuple(map(_added, added))
+        self.known = lru_cache(2**16)(self._known)
+
+    def _known(self, name: str) -> bool:
+        """Whether a kernel of this name moves data, or an operator of this name launches such kernels."""
+        found = any(pattern.search(name) for pattern, _ in _TRANSFERS)
+        return (found and _COMPUTES.match(name) is None) or self.is_added(name)
+
+    def is_added(self, name: str) -> bool:
+        """Whether the user says that this is a transfer."""
+        return any(pattern.search(name) for pattern, _ in self.added)
+
+    def can_be(self, kernel: str) -> bool:
+        """Whether a kernel is a transfer if a collective's operator or mark launches it."""
+        return _COMPUTES.match(kernel) is None
+
+    def suspects(self, kernel: str) -> bool:
+        """Whether a kernel that is not known to move data has a name like those that do."""
+        return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
+
+    def kind(self, names: Sequence[str]) -> str:
+        """The kind of a collective from the names of its kernel, marks and operators, of which the last knows best."""
+        if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
+            return told
+        found = "unknown"
+        for kind in filter(None, map(collective_kind, names)):
+            if kind != GROUPED or found == "unknown":
+                found = kind
+        return found
 
 
-def looks_like_a_transfer(kernel: str) -> bool:
-    """Whether a kernel that is not known to be one has a name like a transfer's."""
-    return not is_transfer(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
+def _added(text: str) -> tuple[re.Pattern[str], str]:
+    pattern, _, kind = text.rpartition("=")
+    plain = kind.replace("-", "_")
+    if not pattern or plain not in _KINDS.values():
+        kinds = ", ".join(dict.fromkeys(kind.replace("_", "-") for kind in _KINDS.values()))
+        raise InputError(f"--transfer: {text!r} (expected PATTERN=COLLECTIVE, which is one of {kinds})")
+    try:
+        return re.compile(pattern), plain
+    except re.error as error:
+        raise InputError(f"--transfer: {pattern!r}: {error} (expected a regular expression)") from None
 
 
 def element_bytes(name: str | None) -> int | None:

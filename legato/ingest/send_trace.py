@@ -99,7 +99,6 @@ def import_send_trace(
     paths: Sequence[Path],
     *,
     name: str | None = None,
-    batch_size: int = 1,
     forward_s: float | None = None,
     worker: str | None = None,
     after: str | None = None,
@@ -132,7 +131,7 @@ def import_send_trace(
     notes.lacks("the forward time of each layer", "all layers take the same time")
     notes.lacks("the time of the first backward op", "the first backward op takes no time")
     title = name or one_line(paths[0].name.partition(".")[0], 60) or "trace"
-    return Imported(_workload(title, gradients, order, forward_s, batch_size), None, (), notes)
+    return Imported(_workload(title, gradients, order, forward_s), None, (), notes)
 
 
 def _patterns(drop: Sequence[str] | None) -> list[re.Pattern[str]]:
@@ -183,7 +182,7 @@ def _distribution(sends: list[Send], gradients: list[Send], notes: Notes) -> lis
     return order + rest
 
 
-def _workload(name: str, gradients: list[Send], order: list[str], forward_s: float, batch_size: int) -> Workload:
+def _workload(name: str, gradients: list[Send], order: list[str], forward_s: float) -> Workload:
     count = len(gradients)
     ops = [Op(f"{p}/forward", "forward", forward_s / count, (i - 1,) if i else ()) for i, p in enumerate(order)]
     before = gradients[0].time_s
@@ -194,7 +193,7 @@ def _workload(name: str, gradients: list[Send], order: list[str], forward_s: flo
         ops.append(Op(f"{plain}/backward", "backward", send.time_s - before, (count + i - 1,)))
         tensors.append(Tensor(plain, send.nbytes, count + i, (reader[plain],)))
         before = send.time_s
-    return Workload(name, tuple(ops), tuple(tensors), batch_size, "trace")
+    return Workload(name, tuple(ops), tuple(tensors), 1, "trace")
 
 
 def export_send_trace(workload: Workload, workers: int, servers: int) -> str:

@@ -54,7 +54,6 @@ def import_chakra(
     *,
     name: str | None = None,
     rank: int | None = None,
-    batch_size: int = 1,
     progress: Progress | None = None,
 ) -> Imported:
     """Import the `.et` files of one or more ranks; the workload is that of one of them.
@@ -75,9 +74,7 @@ def import_chakra(
     graph = _Graph(ranks[chosen], graphs[chosen], notes)
     ops, gradients = graph.ops(), graph.gradients()
     title = name or one_line(ranks[chosen].name.partition(".")[0], 60) or "trace"
-    workload = assemble(
-        title, ops, gradients, notes, keep_idle=True, batch_size=batch_size, device=graph.device, untraced_s=None
-    )
+    workload = assemble(title, ops, gradients, notes, keep_idle=True, device=graph.device, untraced_s=None)
     return Imported(workload, None, (), notes)
 
 

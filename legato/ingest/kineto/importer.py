@@ -24,7 +24,7 @@ from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
-from legato.ingest.names import looks_like_a_transfer
+from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
 
@@ -56,18 +56,19 @@ def import_kineto(
     step: str | None = None,
     rank: int | None = None,
     keep_idle: bool = True,
-    batch_size: int = 1,
     graphs: dict[Path, Graph] | None = None,
+    known: Transfers | None = None,
     progress: Progress | None = None,
 ) -> Imported:
     """Import the traces of one or more ranks of one job.
 
     `step` is the name or number of a step (default: the one of median length);
-    the workload is the computation of `rank` (default: the lowest). Raises
+    the workload is the computation of `rank` (default: the lowest); `known` is
+    what is known to move data between devices (default: the table). Raises
     `FileError` for a file that is not a profiler trace, and `InputError` for
     ranks or steps that do not exist.
     """
-    notes = Notes()
+    notes, known = Notes(), known or Transfers()
     readings = iter(_readings(paths, progress))
     traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
     chosen = _chosen(traces, rank)
@@ -76,7 +77,7 @@ def import_kineto(
     steps_of: dict[int, dict[str, TracedStep]] = {}
     for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
         graph = (graphs or {}).get(traces[r].path)
-        found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
+        found = _steps(traces[r], marked[r], wanted, graph, known, notes, next(readings))
         wanted = [interval for interval in wanted if interval.name in found]
         steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
     for marks in traces.values():
@@ -91,10 +92,9 @@ def import_kineto(
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
     ]
     steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
-    for kernel in dict.fromkeys(op.name for op in mine.ops if looks_like_a_transfer(op.name)) if mine.on_device else ():
-        seconds = sum(op.duration_s for op in mine.ops if op.name == kernel)
+    for kernel, seconds in mine.suspected.items():
         said = f"{one_line(kernel, 60)} looks like a transfer, and is counted as computing"
-        notes.assume(f"{said} ({format_seconds(seconds)} of a step)")
+        notes.assume(f"{said} ({format_seconds(seconds)} of a step; --transfer says what it is)")
     graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
         mine = replace(mine, ops=tuple(graph.dependencies(mine, notes)))
@@ -102,11 +102,11 @@ def import_kineto(
         notes.lacks("data dependencies between ops", "each op needs the one before it")
     title = name or _title(mine.trace.marks.path)
     sent = gradients(mine, notes)
-    workload, lacking = _workload(title, mine, sent, notes, keep_idle, batch_size)
+    workload, lacking = _workload(title, mine, sent, notes, keep_idle)
     others = (
         [] if graph is not None or workload is None else [s[chosen] for s in (*every[:number], *every[number + 1 :])]
     )
-    more = [_workload(title, s, gradients(s, ignored := Notes()), ignored, keep_idle, batch_size)[0] for s in others]
+    more = [_workload(title, s, gradients(s, ignored := Notes()), ignored, keep_idle)[0] for s in others]
     return Imported(
         workload,
         _timeline(title, steps, chosen, measured),
@@ -158,6 +158,7 @@ def _steps(
     marked: list[HostInterval],
     wanted: list[HostInterval],
     graph: Graph | None,
+    known: Transfers,
     notes: Notes,
     progress: Progress | None,
 ) -> dict[str, TracedStep]:
@@ -166,7 +167,7 @@ def _steps(
     same = [w for w in marked if w.name in names]
     if not same:
         raise FileError(f"{marks.path}: none of the steps {_listed(wanted)} (has {_listed(marked)})")
-    trace = read_trace(marks, HostInterval("", same[0].start_s, max(w.end_s for w in same)), progress)
+    trace = read_trace(marks, HostInterval("", same[0].start_s, max(w.end_s for w in same)), progress, known)
     if graph is not None:
         graph.describe(trace)
     found = {w.name: extract(trace, w, notes) for w in same}
@@ -177,16 +178,14 @@ def _steps(
 
 
 def _workload(
-    title: str, step: TracedStep, sent: Sequence[Gradient], notes: Notes, keep_idle: bool, batch_size: int
+    title: str, step: TracedStep, sent: Sequence[Gradient], notes: Notes, keep_idle: bool
 ) -> tuple[Workload | None, str]:
     """The workload of a step; None, and why, if the step lacks what one needs."""
     device = "gpu" if step.on_device else "cpu"
     try:
         if not sent:
             raise InputError(why_none(step))
-        return assemble(
-            title, step.ops, sent, notes, keep_idle=keep_idle, batch_size=batch_size, device=device, untraced_s=None
-        ), ""
+        return assemble(title, step.ops, sent, notes, keep_idle=keep_idle, device=device, untraced_s=None), ""
     except InputError as error:
         return None, str(error)
 

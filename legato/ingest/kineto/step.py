@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from legato.ingest.kineto.trace.activities import (
     device_free_at,
     foreign,
     grouped,
+    suspected,
     waits,
 )
 from legato.ingest.kineto.trace.events import ACCUMULATE, HostInterval, Marks, Trace
@@ -59,7 +60,7 @@ class TracedStep:
     the device the step begins at `begin_s` and lasts `length_s`. `foreign`
     and `foreign_transfers` are the times (start, end) of computations, and
     (kind, start, end) of collectives, of other steps meanwhile. In the times
-    `waits` an operator waits for collectives.
+    `waits` an operator waits for collectives. `suspected` are kernels that may be transfers, and how long they run.
     """
 
     trace: Trace
@@ -78,6 +79,7 @@ class TracedStep:
     foreign: tuple[tuple[float, float], ...] = ()
     foreign_transfers: tuple[tuple[str, float, float], ...] = ()
     waits: tuple[tuple[float, float], ...] = ()
+    suspected: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def end_s(self) -> float:
@@ -137,6 +139,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
         transfers, tuple(a.host_s for a in issued), tuple(a.thread for a in issued), on_device,
         *foreign(trace, interval.start_s, interval.end_s, begin, begin + length),
         tuple(waits(trace, begin, begin + length)),
+        suspected(trace, computation),
     )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
 """What a profiler wrote and cannot have meant is repaired or left out, and said; transfers are known by many names."""
 
 import dataclasses
+import json
 import re
 
 import pytest
 from support import kineto_samples as samples
+from support.command import run
 
 from legato.core.errors import FileError
 from legato.ingest.kineto.importer import import_kineto
@@ -145,9 +147,114 @@ def test_transfers_of_experts_without_a_mark(tmp_path):
     assert [t.kind for t in found.transfers] == ["all_reduce", "all_reduce", "all_to_all", "all_to_all"]
 
 
-def test_what_looks_like_a_transfer_is_named(tmp_path):
+def replaced(base, kernel):
+    """The recorded step with transfers by a name that tells nothing, without what tells their sizes and kinds."""
+    for event in base.events:
+        if event["name"].startswith("ncclDev"):
+            event["name"] = kernel
+            del event["args"]["Collective name"], event["args"]["In msg nelems"], event["args"]["dtype"]
+    return base
+
+
+def marked_as(base, category, name):
+    """What is launched beside the marks of NCCL is launched by something else of this name."""
+    sizes = iter(reversed(samples.ELEMENTS))
+    for event in base.events:
+        if event["name"] == "nccl:all_reduce":
+            event |= {"cat": category, "name": name}
+            event["args"] = {"Input Dims": [[next(sizes)]], "Input type": ["float"], "Collective name": "allreduce"}
+    return base
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [
+        ("user_annotation", "xccl:all_reduce"),
+        ("user_annotation", "hccl:all_reduce"),
+        ("cpu_op", "record_param_comms"),
+        ("cpu_op", "_c10d_functional::all_reduce_"),
+        ("cpu_op", "symm_mem::two_shot_all_reduce_"),
+        ("cpu_op", "_C_custom_ar::all_reduce"),
+        ("cpu_op", "vllm::all_reduce"),
+    ],
+)
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_transfer_is_known_by_what_launched_it(tmp_path, category, name, launched):
+    """Also where the launch is not in the trace, but the operator's number is."""
+    expected = imported(tmp_path, samples.record().text())
+    base = marked_as(replaced(samples.record(), "void k7(int4*)"), category, name)
+    if not launched and category == "cpu_op":
+        numbered = {e["name"]: e["args"]["correlation"] for e in base.events if e["name"] == "void k7(int4*)"}
+        kernels = [e for e in base.events if e["name"] in numbered]
+        for number, (kernel, by) in enumerate(
+            zip(kernels, (e for e in base.events if e["name"] == name), strict=True), 9000
+        ):
+            base.events = [
+                e
+                for e in base.events
+                if e is kernel or e["args"].get("correlation") != kernel["args"].get("correlation")
+            ]
+            kernel["args"] = {"stream": 20, "External id": number}
+            by["args"]["External id"] = number
+    found = imported(tmp_path, base.text())
+    assert figures(found)[:-1] == pytest.approx(figures(expected)[:-1])
+    assert [t.kind for t in found.transfers] == ["all_reduce", "all_reduce"]
+    if category == "cpu_op":
+        assert [t.nbytes for t in found.transfers] == [4 * n for n in reversed(samples.ELEMENTS)]
+
+
+def test_what_computes_inside_a_collective_is_no_transfer(tmp_path):
+    """Copies, and the kernels of operators of aten."""
+    base = marked_as(samples.record(), "cpu_op", "c10d::allreduce_")
+    expected = imported(tmp_path, base.text())
+    at = next(e for e in base.events if e["name"] == "c10d::allreduce_")["ts"]
+    base.event("cpu_op", "aten::mul_", 2, at + 1, 2)
+    base.launch(at + 2, 2, 440, 10, "void k8(float*)", 20)
+    base.launch(at + 2, 2, 450, 10, "Memcpy DtoD (Device -> Device)", 20)
+    base.launch(at + 4, 2, 460, 10, "void c10d::checkForNaN<float>(float*)", 20)
+    base.launch(at + 4, 2, 470, 5, "Memcpy PtoP (Device -> Device)", 20)
+    found = imported(tmp_path, base.text())
+    assert len(found.transfers) == len(expected.transfers) + 1
+    assert {op.name for op in found.workload.ops} > {"void k8(float*)", "Memcpy DtoD (Device -> Device)"}
+
+
+@pytest.mark.parametrize("on", ["void k7", "my_range"])
+def test_a_user_adds_to_the_table(tmp_path, capsys, on):
+    expected = imported(tmp_path, samples.record().text())
+    base = marked_as(replaced(samples.record(), "void k7(int4*)"), "user_annotation", "my_range")
+    (tmp_path / "t.json").write_text(base.text())
+    given = "import", "kineto", tmp_path / "t.json", "-o", tmp_path / "w.json", "--json"
+    status, out, _ = run(capsys, *given, "--transfer", f"{on}=all-reduce")
+    rank = json.loads(out)["ranks"][0]
+    assert status == 0 and rank["communication_s"] == pytest.approx(expected.ranks[0].communication_s)
+    assert [kind["kind"] for kind in rank["kinds"]] == ["all_reduce"]
+    status, out, _ = run(capsys, *given)
+    assert json.loads(out)["ranks"][0]["communication_s"] == 0
+    status, out, _ = run(capsys, "advise", tmp_path / "t.json", "--transfer", f"{on}=all-reduce")
+    assert status == 0 and "│ all-reduce │" in out
+
+
+@pytest.mark.parametrize("text", ["x", "=all-reduce", "x=sum", "(=all-reduce"])
+def test_what_is_no_transfer_to_add(tmp_path, capsys, text):
+    (tmp_path / "t.json").write_text(samples.record().text())
+    status, _, err = run(capsys, "advise", tmp_path / "t.json", "--transfer", text)
+    assert status == 2 and err.startswith("legato: --transfer: ") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kernel", ["my_fast_allreduce<float>", "Memcpy PtoP (Device -> Device)"])
+def test_what_looks_like_a_transfer_is_named(tmp_path, kernel):
     base = samples.record()
-    base.launch(700, 1, 700, 50, "my_fast_allreduce<float>")
-    said = "my_fast_allreduce<float> looks like a transfer, and is counted as computing (50 us of a step)"
+    base.launch(700, 1, 700, 50, kernel)
+    said = f"{kernel} looks like a transfer, and is counted as computing (50 us of a step; --transfer says what it is)"
     assert said in imported(tmp_path, base.text()).notes.assumed
     assert not any("looks like" in line for line in imported(tmp_path, samples.record().text()).notes.assumed)
+
+
+def test_what_runs_among_transfers_without_an_operator_is_named(tmp_path):
+    base = samples.record()
+    base.launch(690, 1, 690, 10, "ncclDevKernel_AllGather_RING_LL", 20)
+    base.launch(700, 1, 700, 50, "void k7(int4*)", 20)
+    base.event("cpu_op", "aten::copy_", 1, 720, 10)
+    base.launch(725, 1, 750, 20, "void k8(int4*)", 20)
+    said = [line for line in imported(tmp_path, base.text()).notes.assumed if "looks like a transfer" in line]
+    assert len(said) == 1 and said[0].startswith("void k7(int4*)")

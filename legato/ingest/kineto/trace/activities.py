@@ -15,19 +15,19 @@ import itertools
 import re
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
-from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
+from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, ISSUES, WAIT, Trace
 from legato.ingest.names import (
-    GROUPED,
+    COMMUNICATION,
     collective_kind,
     element_bytes,
     is_integer,
-    is_transfer,
     tensor_bytes,
     tensor_elements,
 )
@@ -43,12 +43,11 @@ __all__ = [
     "device_free_at",
     "foreign",
     "grouped",
+    "suspected",
     "waits",
 ]
 
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
-#: The operators that issue collectives or wait for them: nothing below them computes.
-_OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::|{WAIT.pattern}")
 _WAITS = re.compile(rf"_?c10d\w*::(\w*wait|monitored_barrier)|{WAIT.pattern}")
 #: How many of the collectives issued next are tried for the size of a mark.
 _TRIES = 8
@@ -90,10 +89,10 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     What issues collectives, waits for them or carries them out on the host computes nothing, also inside an operator.
     """
     if len(trace.device):
-        return [a for a in _device_activities(trace, start_s, end_s) if not is_transfer(a.name)]
+        return _device_activities(trace, start_s, end_s, ~_sends(trace))
     columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace, start_s, end_s)
     until, cut, current = dict[int, float](), dict[int, float](), dict[int, int]()
-    nothing = np.array([_OF_COLLECTIVES.match(name) is not None for name in trace.names], dtype=bool)
+    nothing = np.array([bool(trace.known.known(n) or _WAITS.match(n)) for n in trace.names], dtype=bool)
     for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
         name, thread, start = trace.named(columns, i), int(columns.thread[i]), float(columns.start[i])
         inside, end = start < until.get(thread, -np.inf), float(columns.end[i])
@@ -143,10 +142,10 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """The collectives that the host issued in that time (see the note above).
 
-    They are the kernels that `names` knows as transfers, or the marks of gloo, MPI and so on, on the host.
+    They are events of the device (see `_sends`), or the marks of gloo, MPI and so on, on the host.
     """
     if not _on_host(trace):
-        return [a for a in _device_activities(trace, start_s, end_s) if is_transfer(a.name)]
+        return _device_activities(trace, start_s, end_s, _sends(trace))
     return [a for a in _marked(trace) if start_s <= a.host_s < end_s]
 
 
@@ -154,15 +153,67 @@ def _on_host(trace: Trace) -> bool:
     """Whether the host carries out the collectives, also those of a device that computes."""
     if not len(trace.device):
         return True
-    sends = np.array([is_transfer(name) for name in trace.names], dtype=bool)
     marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
-    return not sends[trace.device.name].any() and any(not name.startswith("nccl") for name in marks)
+    return not _sends(trace).any() and any(not name.startswith("nccl") for name in marks)
+
+
+def _sends(trace: Trace) -> NDArray[np.bool_]:
+    """Which events of the device move data between devices; found once.
+
+    They are those whose names say so, and those that the operator or mark of a collective has launched, but no operator
+    inside it.
+    """
+    if trace.sends is None:
+        device, (host, thread) = trace.device, _launches(trace)
+        trace.sends = _rows(trace, device, trace.known.known)
+        can_be = _rows(trace, device, trace.known.can_be) & ~trace.sends
+        can_be &= np.isfinite(host)
+        order = np.flatnonzero(can_be)[np.argsort(host[can_be], kind="stable")]
+        operators = trace.operator, np.flatnonzero(_rows(trace, trace.operator, trace.known.known))
+        for columns, around in (operators, (trace.annotation, _marks(trace))):
+            for i in around:
+                first, last = np.searchsorted(host[order], (columns.start[i], columns.end[i]))
+                for row in order[first:last]:
+                    if thread[row] == columns.thread[i] and not trace.sends[row]:
+                        inside = _around(trace.operator, int(thread[row]), float(host[row]))
+                        inside = [k for k in inside if trace.operator.start[k] >= columns.start[i]]
+                        trace.sends[row] = not inside or trace.known.known(trace.named(trace.operator, inside[0]))
+    return trace.sends
+
+
+def suspected(trace: Trace, computed: Sequence[Activity]) -> dict[str, float]:
+    """The kernels of these computations that may move data between devices, and how long they run (seconds).
+
+    Their names say so, or no operator has launched them and most events of their stream are transfers.
+    """
+    if not len(trace.device):
+        return {}
+    sends, found = _sends(trace), dict[str, float]()
+    most = {t for t in np.unique(trace.device.thread) if np.mean(sends[trace.device.thread == t]) > 1 / 2}
+    for a in computed:
+        beside = len(trace.operator) and trace.device.thread[a.row] in most and trace.known.can_be(a.name)
+        by = (trace.named(trace.operator, i) for i in _around(trace.operator, a.thread, a.host_s)) if beside else ()
+        if trace.known.suspects(a.name) or (beside and not any(map(_computes, by))):
+            found[a.name] = found.get(a.name, 0.0) + a.end_s - a.start_s
+    return found
+
+
+def _around(columns: EventColumns, thread: int, moment_s: float) -> list[int]:
+    """The rows of the events that run on a thread at a moment, the one that began last first."""
+    last = int(np.searchsorted(columns.start, moment_s, side="right"))
+    rows = np.arange(max(last - 256, 0), last)
+    return [int(i) for i in rows[(columns.thread[rows] == thread) & (columns.end[rows] >= moment_s)][::-1]]
+
+
+def _rows(trace: Trace, columns: EventColumns, wanted: Callable[[str], object]) -> NDArray[np.bool_]:
+    """Which events have names that are wanted."""
+    return np.array([bool(wanted(name)) for name in trace.names], dtype=np.bool_)[columns.name]
 
 
 def _marks(trace: Trace) -> list[int]:
     """The rows of the marks of collectives on the host."""
-    matches = np.array([COLLECTIVE_NAME.match(name) is not None for name in trace.names], dtype=bool)
-    return [int(row) for row in np.flatnonzero(matches[trace.annotation.name])]
+    known = _rows(trace, trace.annotation, lambda name: COLLECTIVE_NAME.match(name) or trace.known.is_added(name))
+    return [int(row) for row in np.flatnonzero(known)]
 
 
 def _marked(trace: Trace) -> list[Activity]:
@@ -234,17 +285,15 @@ def foreign(
         launched = start_s <= activity.host_s < end_s
         return not launched and activity.end_s > begin_s and activity.start_s < until_s
 
-    every = [a for a in _device_activities(trace, -np.inf, np.inf) if of_others(a)] if len(trace.device) else []
-    sends = (
-        [a for a in _marked(trace) if of_others(a)] if _on_host(trace) else [a for a in every if is_transfer(a.name)]
-    )
+    computed = computations(trace, -np.inf, np.inf) if len(trace.device) else []
+    sent = collectives(trace, -np.inf, np.inf)
     return (
-        tuple((a.start_s, a.end_s) for a in every if not is_transfer(a.name)),
-        tuple((describe(trace, a).kind, a.start_s, a.end_s) for a in sends),
+        tuple((a.start_s, a.end_s) for a in computed if of_others(a)),
+        tuple((describe(trace, a).kind, a.start_s, a.end_s) for a in sent if of_others(a)),
     )
 
 
-def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
+def _device_activities(trace: Trace, start_s: float, end_s: float, wanted: NDArray[np.bool_]) -> list[Activity]:
     device = trace.device
     host, thread = _launches(trace)
     return [
@@ -257,32 +306,38 @@ def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activ
             device,
             i,
         )
-        for i in np.flatnonzero((host >= start_s) & (host < end_s)).tolist()
+        for i in np.flatnonzero(wanted & (host >= start_s) & (host < end_s)).tolist()
     ]
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When and on which thread the host launched each device event, by correlation.
+    """When and on which thread the host launched each device event: by correlation, else when its operator began.
 
     A stream runs its events in the order of their launches. An event whose
-    launch is not in the trace was therefore launched when the event before it in
+    launch and operator are not in the trace was therefore launched when the event before it in
     its stream was, and before the trace began (at -inf) if there is none. In a
     stream without any known launch, events are launched when they start. The
     thread of an unknown launch is -1.
     """
-    device, launch = trace.device, trace.launch
-    if not len(launch):
-        return device.start, np.full(len(device), -1)
-    order = np.argsort(launch.link, kind="stable")
-    at = order[np.searchsorted(launch.link[order], device.link).clip(max=len(order) - 1)]
-    known = (launch.link[at] == device.link) & (device.link >= 0)
-    host = np.where(known, launch.start[at], -np.inf)
+    device = trace.device
+    host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)
+    for columns, numbers, wanted in (
+        (trace.launch, trace.launch.link, device.link),
+        (trace.operator, trace.operator.external, np.where(device.external > 0, device.external, -1)),
+    ):
+        rows = np.flatnonzero((thread < 0) & (wanted >= 0))
+        if len(columns) and len(rows):
+            order = np.argsort(numbers, kind="stable")
+            at = order[np.searchsorted(numbers[order], wanted[rows]).clip(max=len(order) - 1)]
+            same = numbers[at] == wanted[rows]
+            host[rows[same]], thread[rows[same]] = columns.start[at[same]], columns.thread[at[same]]
+    known = thread >= 0
     for stream in np.unique(device.thread[~known]):
         rows = np.flatnonzero(device.thread == stream)
         unlaunched = ~known[rows]
         before = device.start[rows] if unlaunched.all() else np.maximum.accumulate(host[rows])
         host[rows] = np.where(unlaunched, before, host[rows])
-    return host, np.where(known, launch.thread[at], -1)
+    return host, thread
 
 
 def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
@@ -312,11 +367,15 @@ def describe(trace: Trace, activity: Activity) -> Described:
     It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
     `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
     """
-    marks = _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)
-    issuers = _enclosing(trace, trace.operator, activity, ISSUES)
+    around = _around(trace.annotation, activity.thread, activity.host_s)
+    mark = COLLECTIVE_NAME.match, trace.known.is_added
+    marks = [i for i in around if any(told(trace.named(trace.annotation, i)) for told in mark)]
+    around = _around(trace.operator, activity.thread, activity.host_s)
+    issuers = [i for i in around if trace.known.known(trace.named(trace.operator, i))]
     candidates = [activity.columns.detail(activity.row)]
     candidates += [trace.annotation.detail(i) for i in marks]
-    candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
+    sized = (i for i in issuers if not ISSUES.match(trace.named(trace.operator, i)))  # these begin with their results
+    candidates += [trace.operator.detail(i) for i in sized]
     nbytes, integers, itemsize, ranks, peer = None, False, None, None, None
     group, purpose = tuple[int, ...](), ""
     names = [activity.name]
@@ -342,24 +401,9 @@ def describe(trace: Trace, activity: Activity) -> Described:
         names.append(args.collective or "")
     names += [trace.named(trace.annotation, i) for i in marks]
     names += [trace.named(trace.operator, i) for i in issuers]
-    kind = "unknown"
-    for name in filter(None, map(collective_kind, names)):
-        if name != GROUPED or kind == "unknown":
-            kind = name
-    return Described(kind, nbytes, integers, itemsize, ranks, peer, group, purpose)
+    return Described(trace.known.kind(names), nbytes, integers, itemsize, ranks, peer, group, purpose)
 
 
 def _purpose(trace: Trace, args: Arguments) -> str:
     """What the program says that the process group of a collective is for."""
     return trace.marks.groups.get(str(args.group), ("", ()))[0] or one_line(str(args.purpose or ""))
-
-
-_COMMUNICATION = re.compile(COMMUNICATION)
-
-
-def _enclosing(trace: Trace, columns: EventColumns, activity: Activity, pattern: re.Pattern[str]) -> list[int]:
-    """The matching events on the launching thread during which `activity` was launched, innermost first."""
-    last = int(np.searchsorted(columns.start, activity.host_s, side="right"))
-    rows = np.arange(max(last - 256, 0), last)
-    around = (columns.thread[rows] == activity.thread) & (columns.end[rows] >= activity.host_s)
-    return [i for i in rows[around][::-1].tolist() if pattern.match(trace.named(columns, i))]

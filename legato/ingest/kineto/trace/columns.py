@@ -34,6 +34,7 @@ class Arguments(msgspec.Struct):
     """The arguments of an event as profilers of any version write them: numbers and lists may also be text."""
 
     external: Number = msgspec.field(default=None, name="External id")
+    old_external: Number = msgspec.field(default=None, name="external id")
     record: Number = msgspec.field(default=None, name="Record function id")
     sequence: Number = msgspec.field(default=None, name="Sequence number")
     correlation: Number = None
@@ -58,6 +59,7 @@ class Arguments(msgspec.Struct):
     def __post_init__(self) -> None:
         if bytes(self.old_dims) and not bytes(self.dims):
             self.dims = self.old_dims
+        self.external = self.old_external if self.external is None else self.external
 
     def detached(self) -> Arguments:
         """The same arguments without a reference to the block of the file from which they were decoded."""
@@ -112,7 +114,7 @@ class EventColumns:
         self._room = 2 * nearest
         self._start, self._end, self._link = array("d"), array("d"), array("q")
         self._record, self._name, self._thread = array("q"), array("i"), array("i")
-        self._detail = array("i")
+        self._detail, self._external = array("i"), array("q")
         self._numbers: dict[Hashable, int] = {}
         self._details: list[Arguments] = []
 
@@ -128,6 +130,7 @@ class EventColumns:
             if number == len(self._details):
                 self._details.append(args.detached())
         self._detail.append(number)
+        self._external.append(whole_number(args.external))
         self._record.append(whole_number(args.record if args.record is not None else args.external))
         self._start.append(start)
         self._end.append(end)
@@ -144,7 +147,7 @@ class EventColumns:
         if len(outside) > self._nearest:
             self._reach = min(self._reach, float(outside[self._nearest - 1]))
         kept = np.flatnonzero(distance <= self._reach)
-        for column in ("_start", "_end", "_link", "_record", "_name", "_thread", "_detail"):
+        for column in ("_start", "_end", "_link", "_record", "_external", "_name", "_thread", "_detail"):
             values: array[Any] = getattr(self, column)
             setattr(self, column, array(values.typecode, np.array(values)[kept].tobytes()))
         self._room = 2 * len(kept) + self._nearest
@@ -163,7 +166,8 @@ class EventColumns:
         self.thread: NDArray[np.int64] = np.array(self._thread, dtype=np.int64)[order]
         self.link: NDArray[np.int64] = np.array(self._link, dtype=np.int64)[order]
         self.record: NDArray[np.int64] = np.array(self._record, dtype=np.int64)[order]
-        del self._link, self._record, self._name, self._thread
+        self.external: NDArray[np.int64] = np.array(self._external, dtype=np.int64)[order]
+        del self._link, self._record, self._external, self._name, self._thread
         self._number: NDArray[np.int64] = np.array(self._detail, dtype=np.int64)[order]
         del self._detail
 
@@ -176,7 +180,7 @@ class EventColumns:
 
     def drop(self, rows: NDArray[np.bool_]) -> int:
         """Drop these events, and return how many they were."""
-        for name in ("start", "end", "name", "thread", "link", "record", "_number"):
+        for name in ("start", "end", "name", "thread", "link", "record", "external", "_number"):
             setattr(self, name, getattr(self, name)[~rows])
         return int(rows.sum())
 

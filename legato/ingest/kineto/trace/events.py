@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from legato.core.errors import FileError
 from legato.ingest.chrome import Header, events
 from legato.ingest.kineto.trace.columns import NEAREST, Arguments, EventColumns, Number, whole_number
+from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, one_line
 
 __all__ = [
     "ACCUMULATE",
     "COLLECTIVE_NAME",
-    "COMMUNICATION",
     "ISSUES",
     "WAIT",
     "HostInterval",
@@ -35,14 +37,14 @@ __all__ = [
 
 #: The operators by which gradients and collectives are found.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-COMMUNICATION = "record_param_comms"
-COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
+COLLECTIVE_NAME = re.compile(r"(?:\w*ccl|gloo|mpi|ucc):(\w+)")
 #: The operators that issue collectives.
 ISSUES = re.compile(r"c10d::(?!check_for_nan)")
 #: Python's calls of `work.wait()`, which a trace with stacks has.
 WAIT = re.compile(r"<built-in method (?:wait|monitored_barrier) of (?:pybind11|PyCapsule|torch\._C\._distributed_c10d)")
 
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
+_MARKS = re.compile(rf"{_STEP}|{_UPDATE}|{COLLECTIVE_NAME.pattern}")
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
 #: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
@@ -101,7 +103,9 @@ class Trace:
     annotation: EventColumns
     names: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
+    known: Transfers = field(default_factory=Transfers)
     issued: list[Any] | None = None  # the collectives of the host, once they are joined to their operators
+    sends: NDArray[np.bool_] | None = None  # which events of the device are transfers, once that is known
 
     def without_events(self) -> Trace:
         """The same trace without its events."""
@@ -165,11 +169,13 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     return marks
 
 
-def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = None) -> Trace:
+def read_trace(
+    marks: Marks, step: HostInterval, progress: Progress | None = None, known: Transfers | None = None
+) -> Trace:
     """Make the second pass, for one step. Raises `FileError` when an event is malformed."""
     device, launch = (EventColumns(step.start_s, step.end_s, NEAREST) for _ in range(2))
     operator, annotation = (EventColumns(step.start_s, step.end_s) for _ in range(2))
-    trace = Trace(marks, device, launch, operator, annotation)
+    trace = Trace(marks, device, launch, operator, annotation, known=known or Transfers())
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
     by_kind: dict[str, EventColumns] = {kind: getattr(trace, kind) for kind in set(_KINDS.values())}
@@ -187,7 +193,7 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
         thread = threads.setdefault(str(args.stream if kind == "device" else event.tid), len(threads))
         link = whole_number(args.sequence if on_host else args.correlation)
         number = names.setdefault(name, len(names))
-        columns.add(start, end, number, thread, link, args, _has_detail(name, args))
+        columns.add(start, end, number, thread, link, args, _has_detail(name, args, trace.known))
     marks.repaired = max(marks.repaired, header.repaired)
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
@@ -204,7 +210,7 @@ def _kind(event: _Mark) -> str | None:
     kind = _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
     if kind is None and event.cat == "python_function" and WAIT.match(event.name or ""):
         return "operator"
-    return "annotation" if kind == "operator" and (event.name or "").startswith((_STEP, _UPDATE)) else kind
+    return "annotation" if kind == "operator" and _MARKS.match(event.name or "") else kind
 
 
 def _is_negative(event: _Mark) -> bool:
@@ -215,10 +221,10 @@ def _launches(name: str) -> bool:
     return any(word in name for word in ("Launch", "Memcpy", "Memset", "launch"))
 
 
-def _has_detail(name: str, args: Arguments) -> bool:
+def _has_detail(name: str, args: Arguments, known: Transfers) -> bool:
     if args.collective is not None or args.nbytes is not None:
         return True
-    tells = name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) or ISSUES.match(name)
+    tells = name == ACCUMULATE or COLLECTIVE_NAME.match(name) or known.known(name)
     return bool(bytes(args.dims)) and bool(tells)
 
 
