@@ -23,7 +23,7 @@ from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
-from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
+from legato.ingest.kineto.trace.events import STRAY, HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
@@ -32,8 +32,6 @@ __all__ = ["Graph", "import_kineto"]
 
 #: Of a long trace, as many steps from its middle are read as have about this many events.
 _MOST_EVENTS = 400_000
-#: A device with a smaller part of the events than one in so many of the rank's own is no other rank's.
-_STRAY = 20
 #: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
 _ROUNDING_S = 1e-12
 
@@ -122,23 +120,40 @@ def import_kineto(
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
         sharded=sharded(untrimmed, number, traces[chosen].workers),
         whole=_whole(title, whole, traces[chosen].workers, keep_idle),
-        others=tuple(other for other in more if other is not None),
+        others=tuple(o for o in more if o is not None and workload is not None and len(o.ops) == len(workload.ops)),
     )
 
 
 def _note_repairs(marks: Marks, notes: Notes) -> None:
     """Say what in a file was no record of anything, and was left out or repaired."""
-    if marks.negative:
-        notes.assume(f"{marks.path.name}: {count(marks.negative, 'event')} of negative duration did not happen")
+    if timeless := marks.timeless.total():
+        notes.assume(
+            f"{marks.path.name}: {count(timeless, 'event')} without times or of negative duration did not happen"
+        )
+    if marks.unmarked:
+        notes.assume(f"{marks.path.name}: {count(marks.unmarked, 'ProfilerStep mark')} of no time mark nothing")
     if left_out := marks.devices.total() - marks.devices[marks.device]:
         kept = f"the device of the rank is {marks.device}"
         notes.assume(f"{marks.path.name}: {kept}, without {count(left_out, 'event')} of other devices")
     if marks.repeats:
         notes.assume(f"{marks.path.name}: {count(marks.repeats, 'event')} that are in the file twice happened once")
+    if marks.misplaced:
+        far = count(marks.misplaced, "event")
+        notes.assume(f"{marks.path.name}: {far} far from where launches have them did not happen")
     if marks.endless:
         notes.assume(
             f"{marks.path.name}: streams run one after another, so {count(marks.endless, 'event')} that would outlast "
             "the next one ended where that begins"
+        )
+    if marks.behind_s:
+        notes.assume(
+            f"{marks.path.name}: most kernels begin before their launches, so the clock of the device is "
+            f"{format_seconds(marks.behind_s)} behind that of the host"
+        )
+    if marks.late:
+        notes.assume(
+            f"{marks.path.name}: the clocks of host and device are apart, so {count(marks.late, 'kernel')} that began "
+            "before the launch waited for what ended as it began"
         )
     if marks.repaired:
         notes.assume(f"{marks.path.name}: what is not JSON means what it shows ({count(marks.repaired, 'value')})")
@@ -171,7 +186,8 @@ def _steps(
     if graph is not None:
         graph.describe(trace)
     found = {w.name: extract(trace, w, notes) for w in same}
-    computing = {name: step for name, step in found.items() if step.ops}
+    marks.late = sum(step.late_launches for step in found.values())
+    computing = {name: s for name, s in found.items() if s.length_s > 0 and any(o.end_s > o.start_s for o in s.ops)}
     if not computing:
         raise FileError(f"{marks.path}: no computation in step {_listed(same)} (expected a trace of torch.profiler)")
     return computing
@@ -219,8 +235,11 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     for number, trace in enumerate(traces):
         if not trace.has_work:
             seen = count(trace.events, "event")
+            seen += f", {trace.timeless.total()} of them without times" if trace.timeless else ""
             raise FileError(f"{trace.path}: no operators and no kernels in {seen} (expected a trace of torch.profiler)")
-        others = [name for name, number in trace.devices.items() if number * _STRAY > trace.devices[trace.device]]
+        if 2 * (lost := trace.timeless["device"]) > (every := lost + trace.devices.total()):
+            raise FileError(f"{trace.path}: {lost} of {every} kernels have no times or negative ones (expected times)")
+        others = [name for name, number in trace.devices.items() if number * STRAY > trace.devices[trace.device]]
         if len(others) > 1:
             raise FileError(f"{trace.path}: devices {' and '.join(sorted(others))} (expected a trace of one rank)")
         if trace.rank is None and len(traces) > 1:

@@ -31,14 +31,11 @@ from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.core.text import count
 from legato.core.timeline import merge_intervals
 from legato.ingest.communications import Joint, check, communications, matched
-from legato.ingest.kineto.step import TracedStep
+from legato.ingest.kineto.step import ROUNDING_S, TracedStep
 from legato.ingest.names import GROUPED, ranks_in_words
 from legato.ingest.traced import Notes, TracedTransfer
 
 __all__ = ["clock_shifts", "program"]
-
-#: Less than the finest times of a trace, which are nanoseconds: sums of times differ by less where they are the same.
-_ROUNDING_S = 4e-10
 
 
 def program(
@@ -88,7 +85,7 @@ def _communicating(step: TracedStep) -> TracedStep:
 
 
 def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_idle: bool) -> None:
-    late = sum(t.end_s > step.end_s + _ROUNDING_S for step in steps.values() for t in step.transfers)
+    late = sum(t.end_s > step.end_s + ROUNDING_S for step in steps.values() for t in step.transfers)
     if late:
         notes.assume(f"nothing waits for {count(late, 'communication')} of ranks that end behind their step")
     notes.assume(
@@ -97,7 +94,7 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
     )
     if keep_idle:
         notes.assume("devices wait for their hosts as long as traced, whatever the network is")
-    if len(steps) > 1 and keep_idle and apart_s > _ROUNDING_S:
+    if len(steps) > 1 and keep_idle and apart_s > ROUNDING_S:
         notes.assume(f"ranks begin the step up to {apart_s * 1e3:.3g} ms apart, as traced")
 
 
@@ -151,7 +148,7 @@ class _Walk:
     def actions(self, late_s: float) -> list[Action]:
         """What the rank does, after it has begun `late_s` after the first one."""
         starts = self._starts()
-        result: list[Action] = [Compute(late_s, "late")] if late_s > _ROUNDING_S else []
+        result: list[Action] = [Compute(late_s, "late")] if late_s > ROUNDING_S else []
         now = self.step.begin_s
         for pause in [*self._pauses(), None]:
             behind = []
@@ -174,16 +171,16 @@ class _Walk:
         """Whether a start is one that cannot begin before the end of what is awaited meanwhile."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
-        return moment > pause.start_s and number != pause.awaited and begins >= ends - _ROUNDING_S
+        return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
 
     def _compute(self, result: list[Action], since: float, until: float) -> float:
         """Add what is computed between two moments, and the time in which nothing is; returns the later moment."""
-        if until <= since + _ROUNDING_S:
+        if until <= since + ROUNDING_S:
             return max(since, until)
         busy = self._busy(until) - self._busy(since)
         if busy > 0:
             result.append(Compute(busy))
-        if self.keep_idle and (idle := until - since - busy) > _ROUNDING_S:
+        if self.keep_idle and (idle := until - since - busy) > ROUNDING_S:
             result.append(Compute(idle, "idle"))
         return until
 
@@ -200,9 +197,9 @@ class _Walk:
         latest: dict[tuple[int, ...], float] = {}
         done: dict[int, float] = {}
         for number, (transfer, issued) in enumerate(zip(step.transfers, step.issued_s, strict=True)):
-            before = ends[(host < issued) & (ends <= transfer.start_s + _ROUNDING_S)]
+            before = ends[(host < issued) & (ends <= transfer.start_s + ROUNDING_S)]
             ready = min(max(issued, float(before.max()) if len(before) else issued), transfer.start_s)
-            queued = ready < done.get(transfer.stream, -math.inf) <= transfer.start_s + _ROUNDING_S
+            queued = ready < done.get(transfer.stream, -math.inf) <= transfer.start_s + ROUNDING_S
             done[transfer.stream] = transfer.end_s
             moment = max(ready if queued else transfer.start_s, step.begin_s, latest.get(transfer.group, -math.inf))
             latest[transfer.group] = moment  # those of one group keep their order
@@ -216,11 +213,13 @@ class _Walk:
         ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
         found = []
         for op, host in zip(self.ops, self.host_s, strict=True):
-            ready = min(max(until, host), op.start_s) if step.on_device else until
+            ready = min(step.ready_s(op, host, until), op.start_s)
             if op.start_s > ready:
                 first = bisect.bisect_right(ends, (ready, len(ends)))
-                last = bisect.bisect_right(ends, (op.start_s + _ROUNDING_S, len(ends)))
-                mine = [(end, number) for end, number in ends[first:last] if step.issued_s[number] <= host]
+                last = bisect.bisect_right(ends, (op.start_s + ROUNDING_S, len(ends)))
+                mine = [
+                    (end, number) for end, number in ends[first:last] if step.issued_s[number] <= max(host, op.start_s)
+                ]
                 for end, number in mine:
                     if number == mine[-1][1] or not step.transfers[number].carries_gradients:
                         found.append(_Pause(ready, end, number))
@@ -230,7 +229,7 @@ class _Walk:
         begins = [op.start_s for op in self.ops]
         updates = [op.start_s for op in self.ops if op.phase == "optimizer"]
         for number in sorted(left):
-            if step.transfers[number].end_s <= step.end_s + _ROUNDING_S:
+            if step.transfers[number].end_s <= step.end_s + ROUNDING_S:
                 moment = self._hidden(number, begins, updates)
                 found.append(_Pause(moment, moment, number))
         return sorted(found)
@@ -238,7 +237,7 @@ class _Walk:
     def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
         """When a communication is waited for that ends while something is computed."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
-        ended = transfer.end_s - _ROUNDING_S
+        ended = transfer.end_s - ROUNDING_S
         if transfer.carries_gradients:
             return next(iter(updates[bisect.bisect_left(updates, ended) :]), self.step.end_s)
         later = range(bisect.bisect_left(begins, ended), len(begins))

@@ -8,6 +8,9 @@ transfer: planning can change that, so the time belongs to no op. The time of th
 launch, which the profiler records under the kernel's correlation number,
 separates the two: the kernel waits from then until the end of the last transfer
 that ends in the gap. A CPU has no launches; there the gap's beginning counts.
+A launch that is recorded at its kernel's start or later tells no more than how far
+the clocks of host and device are apart: the kernel waited if a transfer ended as it
+began, give or take so much.
 
 [Note: a step on the device]
 A host that runs ahead of its device marks a step long before the device runs it,
@@ -47,7 +50,12 @@ from legato.ingest.kineto.trace.events import ACCUMULATE, HostInterval, Marks, T
 from legato.ingest.names import GRADIENT_KINDS, GROUPED, tensor_bytes
 from legato.ingest.traced import Notes, Sent, TracedOp, TracedTransfer
 
-__all__ = ["TracedStep", "extract", "step_intervals", "trim"]
+__all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "trim"]
+
+#: A stream that waits for another one goes on within this time.
+_REACTION_S = 10e-6
+#: Less than the finest times of a trace, which are nanoseconds: sums of times differ by less where they are the same.
+ROUNDING_S = 4e-10
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,22 @@ class TracedStep:
     @property
     def end_s(self) -> float:
         return self.begin_s + self.length_s
+
+    @property
+    def late_launches(self) -> int:
+        """How many ops and transfers began before the host launched them, by their record."""
+        starts = [event.start_s for event in (*self.ops, *self.transfers)]
+        launches = (*self.host_s.tolist(), *self.issued_s)
+        return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
+
+    def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
+        """Since when an op could have run, of which the device has been idle since `until_s` (see the note above)."""
+        if not self.on_device:
+            return until_s
+        if host_s > op.start_s - ROUNDING_S:
+            since = op.start_s - (host_s - op.start_s) - _REACTION_S
+            return until_s if any(since <= t.end_s <= op.start_s + ROUNDING_S for t in self.transfers) else op.start_s
+        return max(until_s, host_s)
 
 
 def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
@@ -245,7 +269,7 @@ def trim(step: TracedStep) -> TracedStep:
     for i in order:
         op = ops[i]
         gap = max(op.start_s - until, 0.0)
-        ready = max(until, host[i]) if step.on_device else until
+        ready = step.ready_s(op, host[i], until)
         waited, stalled = (min(gap, stalls.within(ready, op.start_s)) for stalls in (waits, carries))
         lasts = max(op.end_s - max(until, op.start_s), 0.0)
         late = max(waited - stalled, 0.0)

@@ -10,6 +10,7 @@ from support.command import run
 
 from legato.core.errors import FileError
 from legato.ingest.kineto.importer import import_kineto
+from legato.whole_jobs.traced import traffic
 
 
 def imported(tmp_path, text):
@@ -116,7 +117,7 @@ def test_what_ends_before_it_begins(tmp_path):
     base.launch(30, 1, 40, -1, "early")
     found = imported(tmp_path, base.text())
     assert figures(found) == expected
-    assert "t.json: 1 event of negative duration did not happen" in found.notes.assumed
+    assert "t.json: 1 event without times or of negative duration did not happen" in found.notes.assumed
 
 
 @pytest.mark.parametrize(
@@ -258,3 +259,99 @@ def test_what_runs_among_transfers_without_an_operator_is_named(tmp_path):
     base.launch(725, 1, 750, 20, "void k8(int4*)", 20)
     said = [line for line in imported(tmp_path, base.text()).notes.assumed if "looks like a transfer" in line]
     assert len(said) == 1 and said[0].startswith("void k7(int4*)")
+
+
+@pytest.mark.parametrize("late_us", [0.5, 3, 15])
+def test_a_kernel_that_began_before_its_launch_waited_for_what_ended_then(tmp_path, late_us):
+    base = samples.record()
+    (mark,) = (e for e in base.events if e["name"].startswith("Optimizer"))
+    (update,) = (e for e in base.events if e["name"] == "update")
+    launch = next(e for e in base.events if e["args"] == {"correlation": update["args"]["correlation"]})
+    mark["ts"], launch["ts"] = 545, 550
+    assert update["ts"] == 620  # as the last transfer ends
+    expected = figures(imported(tmp_path, base.text()))
+    launch["ts"] = 620 + late_us
+    found = imported(tmp_path, base.text())
+    assert figures(found)[:-1] == pytest.approx(expected[:-1])
+    said = "t.json: the clocks of host and device are apart, so 1 kernel that began before the launch waited"
+    assert any(line.startswith(said) for line in found.notes.assumed)
+
+
+def test_what_is_exposed_is_waited_for_whenever_launches_are_recorded(tmp_path):
+    """Two figures of one output agree."""
+    base = samples.ahead()
+    starts = {e["args"]["correlation"]: e["ts"] for e in base.events if e["cat"] == "kernel"}
+    for event in base.events:
+        if event["cat"] == "cuda_runtime":
+            event["ts"] = starts[event["args"]["correlation"]] + 3
+        elif event["name"].startswith("ProfilerStep"):
+            event["ts"] = samples.FREE_US + samples.PERIOD_US * int(event["name"][-1])
+            event["dur"] = samples.PERIOD_US
+    found = imported(tmp_path, base.text())
+    assert sum(kind.exposed_s for kind in found.ranks[0].kinds) == pytest.approx(60e-6)
+    (kind,) = traffic(found.whole.program)
+    assert kind.exposed_s == pytest.approx(60e-6)
+
+
+@pytest.mark.parametrize("behind_us", [3e4, 5e6])
+def test_a_clock_of_the_device_that_is_behind_is_set_forward(tmp_path, behind_us):
+    """By as much as the first kernel begins before its launch."""
+    base = samples.ahead()
+    expected = figures(imported(tmp_path, base.text()))
+    for event in base.events:
+        event["ts"] -= behind_us + 1200 if event["cat"] == "kernel" else 0
+    found = imported(tmp_path, base.text())
+    assert any("behind that of the host" in line for line in found.notes.assumed)
+    assert figures(found)[2:11] == pytest.approx(expected[2:11])
+
+
+@pytest.mark.parametrize("by_us", [-3e6, 3e9])
+def test_an_event_far_from_where_its_launch_has_it(tmp_path, by_us):
+    base = samples.ahead()
+    expected = figures(imported(tmp_path, base.text()))
+    base.launch(5, 1, 1300 + by_us, 10)
+    found = imported(tmp_path, base.text())
+    assert figures(found) == expected
+    assert "t.json: 1 event far from where launches have them did not happen" in found.notes.assumed
+
+
+@pytest.mark.parametrize("value", [None, "x", float("inf"), float("nan"), -3])
+def test_a_kernel_without_times_did_not_happen_and_many_are_refused(tmp_path, value):
+    base = samples.ahead()
+    expected = figures(imported(tmp_path, base.text()))
+    base.launch(5, 1, 1300, value, "lost")
+    assert figures(imported(tmp_path, base.text())) == expected
+    for _ in range(28):
+        base.launch(6, 1, 1310, value, "lost")
+    with pytest.raises(FileError, match=r"t.json: 29 of 57 kernels have no times or negative ones"):
+        imported(tmp_path, base.text())
+
+
+def test_steps_of_no_time_mark_nothing(tmp_path):
+    base = samples.record()
+    expected = figures(imported(tmp_path, base.text()))
+    base.event("user_annotation", "ProfilerStep#2", 1, 0, 0)
+    found = imported(tmp_path, base.text())
+    assert figures(found) == expected
+    assert "t.json: 1 ProfilerStep mark of no time mark nothing" in found.notes.assumed
+    for event in base.events:
+        event["dur"] = 0 if event["cat"] == "kernel" else event["dur"]
+    with pytest.raises(FileError, match="no computation in step ProfilerStep#3"):
+        imported(tmp_path, base.text())
+
+
+def test_devices_of_one_process(tmp_path):
+    base = samples.record()
+    base.events += [{**e, "args": {**e["args"], "device": 9}} for e in base.events if e["cat"] == "kernel"]
+    with pytest.raises(FileError, match=r"devices 1 and 1 .device 9. .expected a trace of one rank"):
+        imported(tmp_path, base.text())
+
+
+def test_the_same_kernels_twice_without_their_launches(tmp_path):
+    base = samples.record()
+    for event in base.events:
+        event["args"].pop("correlation", None)
+    expected = figures(imported(tmp_path, base.text()))
+    base.events += base.events
+    found = imported(tmp_path, base.text())
+    assert figures(found) == expected and len(found.transfers) == 2

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
+from legato.ingest.kineto.trace.columns import Arguments, EventColumns, rows_with, whole_number
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, ISSUES, WAIT, Trace
 from legato.ingest.names import (
     COMMUNICATION,
@@ -321,16 +321,12 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)
-    for columns, numbers, wanted in (
-        (trace.launch, trace.launch.link, device.link),
-        (trace.operator, trace.operator.external, np.where(device.external > 0, device.external, -1)),
+    for columns, found in (
+        (trace.operator, rows_with(trace.operator.external, np.where(device.external > 0, device.external, -1))),
+        (trace.launch, rows_with(trace.launch.link, device.link)),
     ):
-        rows = np.flatnonzero((thread < 0) & (wanted >= 0))
-        if len(columns) and len(rows):
-            order = np.argsort(numbers, kind="stable")
-            at = order[np.searchsorted(numbers[order], wanted[rows]).clip(max=len(order) - 1)]
-            same = numbers[at] == wanted[rows]
-            host[rows[same]], thread[rows[same]] = columns.start[at[same]], columns.thread[at[same]]
+        host = np.where(found < 0, host, np.append(columns.start, 0.0)[found])
+        thread = np.where(found < 0, thread, np.append(columns.thread, 0)[found])
     known = thread >= 0
     for stream in np.unique(device.thread[~known]):
         rows = np.flatnonzero(device.thread == stream)

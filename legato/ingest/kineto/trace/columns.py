@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "whole_number"]
+__all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "rows_with", "whole_number"]
 
 Number = int | float | str | None
 
@@ -39,6 +39,7 @@ class Arguments(msgspec.Struct):
     sequence: Number = msgspec.field(default=None, name="Sequence number")
     correlation: Number = None
     stream: Number = None
+    device: Any = None
     nbytes: Number = msgspec.field(default=None, name="bytes")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     old_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input dims")
@@ -208,6 +209,15 @@ class EventColumns:
     def detailed(self) -> list[int]:
         """The rows whose arguments are stored."""
         return [int(row) for row in np.flatnonzero(self._number >= 0)]
+
+
+def rows_with(numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each wanted number a row that has it, or -1; no row has a negative one."""
+    if not len(numbers):
+        return np.full(len(wanted), -1)
+    order = np.argsort(numbers, kind="stable")
+    at = order[np.searchsorted(numbers[order], wanted).clip(max=len(order) - 1)]
+    return np.where((numbers[at] == wanted) & (wanted >= 0), at, -1)
 
 
 def whole_number(value: Number) -> int:

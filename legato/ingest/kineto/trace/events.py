@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from legato.core.errors import FileError
 from legato.ingest.chrome import Header, events
-from legato.ingest.kineto.trace.columns import NEAREST, Arguments, EventColumns, Number, whole_number
+from legato.ingest.kineto.trace.columns import NEAREST, Arguments, EventColumns, Number, rows_with, whole_number
 from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, one_line
 
@@ -27,6 +27,7 @@ __all__ = [
     "ACCUMULATE",
     "COLLECTIVE_NAME",
     "ISSUES",
+    "STRAY",
     "WAIT",
     "HostInterval",
     "Marks",
@@ -49,6 +50,10 @@ _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
 #: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+#: Fewer events than one in so many of a rank's own are no other rank's, and can be wrong where the rest is right.
+STRAY = 20
+#: An event that begins so long before one that was launched earlier has a wrong time.
+_MISPLACED_S = 0.1
 #: Larger times, 30,000 years, are errors.
 _LARGEST_US = 1e18
 
@@ -74,9 +79,13 @@ class Marks:
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
-    negative: int = 0  # events that end before they begin
+    timeless: Counter[str] = field(default_factory=Counter)  # events without times, or that end before they begin
+    unmarked: int = 0  # steps of no time
     endless: int = 0  # events of a stream that do not end before the next one of it has ended
     repeats: int = 0  # events that are in the file again
+    misplaced: int = 0  # events far from where the order of launches has them
+    late: int = 0  # kernels that began before their launch
+    behind_s: float = 0.0  # by how much the clock of the device is behind that of the host, at least
     repaired: int = 0  # values that were no JSON
     processes: set[int] = field(default_factory=set)  # of the host
     devices: Counter[str] = field(default_factory=Counter)  # events by device
@@ -125,6 +134,14 @@ class _Mark(msgspec.Struct, gc=False):
     dur: Number = None
 
 
+class _Where(msgspec.Struct, gc=False):
+    device: Any = None
+
+
+class _First(_Mark, gc=False):
+    args: _Where | None = None
+
+
 class _Event(_Mark, gc=False):
     tid: Number = None
     args: msgspec.Raw = msgspec.Raw()
@@ -133,25 +150,32 @@ class _Event(_Mark, gc=False):
 def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     """Make the first pass. Raises `FileError` when the file is not a trace or a mark is malformed."""
     marks, header, began = Marks(path), Header(), False
-    for index, event in enumerate(events(path, _Mark, header, progress)):
+    for event in events(path, _First, header, progress):
         marks.events += 1
         kind = _kind(event)
         if kind is None:
             continue
-        if _is_negative(event):
-            marks.negative += 1
+        start_us, length_us = _number(event.ts), _number(event.dur)
+        if not (math.isfinite(start_us) and length_us >= 0):
+            marks.timeless[kind] += 1
             continue
         if not marks.has_work:
             marks.has_work = kind in ("device", "operator")
         if kind == "device":
-            marks.devices[str(event.pid)] += 1
+            marks.devices[_device(event.pid, event.args)] += 1
         else:
             marks.processes.add(whole_number(event.pid))
         if not began:
-            marks.origin_us, began = _number(path, index, "ts", event.ts), True
+            marks.origin_us, began = start_us, True
         if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
-            start, end = _seconds(marks, index, event)
-            (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(one_line(name), start, end))
+            start = (start_us - marks.origin_us) * 1e-6
+            found = HostInterval(one_line(name), start, start + length_us * 1e-6)
+            if name.startswith(_UPDATE):
+                marks.updates.append(found)
+            elif length_us > 0:
+                marks.steps.append(found)
+            else:
+                marks.unmarked += 1
     marks.repaired = header.repaired
     marks.steps = list(dict.fromkeys(marks.steps))
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
@@ -182,13 +206,16 @@ def read_trace(
     header, mine = Header(), marks.device
     for index, event in enumerate(events(marks.path, _Event, header, progress)):
         kind = _kind(event)
-        if kind is None or _is_negative(event) or (kind == "device" and str(event.pid) != mine):
+        start_us, length_us = _number(event.ts), _number(event.dur)
+        if kind is None or not (math.isfinite(start_us) and length_us >= 0):
             continue
-        columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
-        name = event.name or ""
+        start = (start_us - marks.origin_us) * 1e-6
+        columns, end, name = by_kind[kind], start + length_us * 1e-6, event.name or ""
         if not columns.wants(start, end) or (kind == "launch" and not _launches(name)):
             continue
         args = _arguments(marks.path, index, event.args)
+        if kind == "device" and _device(event.pid, args) != mine:
+            continue
         on_host = kind in ("operator", "annotation")
         thread = threads.setdefault(str(args.stream if kind == "device" else event.tid), len(threads))
         link = whole_number(args.sequence if on_host else args.correlation)
@@ -198,10 +225,41 @@ def read_trace(
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
-    if (device.repeats() & (device.link >= 0)).any():  # what one launch made is in the file twice, and so is the rest
+    if (device.repeats() & (device.end > device.start)).any():  # a stream has run the same twice, as if it were two
         marks.repeats = max(marks.repeats, sum(columns.drop(columns.repeats()) for columns in by_kind.values()))
+    marks.misplaced = max(marks.misplaced, device.drop(_misplaced(trace)))
     marks.endless = max(marks.endless, device.end_in_turn())
+    marks.behind_s = max(marks.behind_s, _align(trace))
     return trace
+
+
+def _launched_s(trace: Trace) -> NDArray[np.float64]:
+    """When the host launched each event of the device; not a number where its launch is not in the trace."""
+    rows = rows_with(trace.launch.link, trace.device.link)
+    return np.append(trace.launch.start, np.nan)[rows]
+
+
+def _misplaced(trace: Trace) -> NDArray[np.bool_]:
+    """The few events of the device that begin long before or after their neighbours in the order of their launches."""
+    device, launched, found = trace.device, _launched_s(trace), np.zeros(len(trace.device), np.bool_)
+    for thread in np.unique(device.thread):
+        rows = np.flatnonzero((device.thread == thread) & np.isfinite(launched))
+        rows = rows[np.argsort(launched[rows], kind="stable")]
+        start = device.start[rows]
+        before = np.maximum.accumulate(start) - start > _MISPLACED_S
+        behind = start - np.minimum.accumulate(start[::-1])[::-1] > _MISPLACED_S
+        found[rows[min(before, behind, key=np.count_nonzero)]] = True
+    return found & (found.sum() * STRAY <= len(device))
+
+
+def _align(trace: Trace) -> float:
+    """Set the clock of the device forward if most events begin before their launches, and return by how much."""
+    early = _launched_s(trace) - trace.device.start
+    if not np.isfinite(early).any() or np.nanmedian(early) <= 0:
+        return 0.0
+    trace.device.start += np.nanmax(early)
+    trace.device.end += np.nanmax(early)
+    return float(np.nanmax(early))
 
 
 def _kind(event: _Mark) -> str | None:
@@ -213,8 +271,10 @@ def _kind(event: _Mark) -> str | None:
     return "annotation" if kind == "operator" and _MARKS.match(event.name or "") else kind
 
 
-def _is_negative(event: _Mark) -> bool:
-    return isinstance(event.dur, int | float) and event.dur < 0
+def _device(pid: Number, args: _Where | Arguments | None) -> str:
+    """The name of a device: what the profiler has for its process, and what the event says if that differs."""
+    told = None if args is None else args.device
+    return str(pid) if told is None or str(told) == str(pid) else f"{pid} (device {one_line(str(told), 20)})"
 
 
 def _launches(name: str) -> bool:
@@ -238,26 +298,14 @@ def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
         raise FileError(f"{path}: {one_line(place, 200)}") from None
 
 
-def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
-    """When an event began and ended, in seconds."""
-    start, length = event.ts, event.dur
-    if not (isinstance(start, float) and abs(start) < _LARGEST_US):
-        start = _number(marks.path, index, "ts", start)
-    if not (isinstance(length, float) and abs(length) < _LARGEST_US):
-        length = _number(marks.path, index, "dur", length)
-    start = (start - marks.origin_us) * 1e-6
-    return start, start + length * 1e-6
-
-
-def _number(path: Path, index: int, key: str, value: Number) -> float:
-    try:
-        number = float(value if value is not None else "")
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) < _LARGEST_US:
-        found = "missing" if value is None else one_line(str(value), 40)
-        raise FileError(f"{path}: traceEvents[{index}].{key}: {found} (expected a number of microseconds)")
-    return number
+def _number(value: Number) -> float:
+    """The microseconds that a trace has; not a number where it has none."""
+    if not isinstance(value, float):
+        try:
+            value = float(value if value is not None else math.nan)
+        except (ValueError, OverflowError):
+            return math.nan
+    return value if abs(value) < _LARGEST_US else math.nan
 
 
 def _positive(value: Any) -> int | None:
