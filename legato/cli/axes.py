@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from legato.cli.options import ClusterFile, Group, quantity, split
-from legato.cli.output import describe_cost
 from legato.core import files
 from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
@@ -212,7 +211,7 @@ class Machines(NamedTuple):
         if self.file is None or cluster.bandwidth_bps is not None:
             link = self._link(cluster.bandwidth_bps, cluster.latency_s, cluster.sending_s)
             return f"{self._prefix}{self._workers}, {link}, {name}"
-        return f"{self._prefix}{self._workers}, measured {name} ({describe_cost(cluster.cost(name))})"
+        return f"{self._prefix}{self._workers}, measured {name} ({cluster.cost(name)})"
 
     def describe_link(self, network: Network) -> str:
         """The network in words, for the title of a table of simulations."""

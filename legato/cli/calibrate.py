@@ -11,7 +11,7 @@ import typer
 
 from legato.cli.axes import option
 from legato.cli.options import Json, keep_apart, quantity, setting
-from legato.cli.output import describe_cost, note, print_json, progress
+from legato.cli.output import note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.quantities import parse_bytes
@@ -125,7 +125,7 @@ def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
     for nbytes, seconds in samples:
         error = cost.cost(nbytes) / seconds - 1
         note(f"{format_bytes(nbytes):>10}  {format_seconds(seconds):>10}  fit {percent(error, 0, signed=True):>5}")
-    note(f"all-reduce on {count(cluster.workers, 'worker')}: {describe_cost(cost)} -> {output}")
+    note(f"all-reduce on {count(cluster.workers, 'worker')}: {cost} -> {output}")
 
 
 def _numbers(text: str) -> list[int]:
@@ -159,7 +159,7 @@ def _show(found: object, output: Path, json: bool) -> None:
         error = percent(s.error, 0, signed=True)
         note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {error:>5}  {way}")
     note(
-        f"{found.cluster.default_collective} on {count(found.cluster.workers, 'worker')}: {describe_cost(cost)}; "
+        f"{found.cluster.default_collective} on {count(found.cluster.workers, 'worker')}: {cost}; "
         f"the fit is off by {found.median_error:.0%} "
         f"(median), {found.worst_error:.0%} (worst) -> {output}"
     )

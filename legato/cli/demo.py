@@ -10,7 +10,7 @@ import typer
 
 from legato.cli.axes import NO_SERVERS, option
 from legato.cli.options import Json, check_installed, quantity
-from legato.cli.output import describe_cost, describe_size, note, print_json, print_rows, stages
+from legato.cli.output import describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
 from legato.core.quantities import parse_bandwidth
 from legato.core.text import count, percent
@@ -152,7 +152,7 @@ def _show(result: object) -> None:
         f"(op times scaled by {workload.time_scale:.3f})"
     )
     note(
-        f"calibrated {cluster.default_collective}: {describe_cost(cost)}; the fit is off by "
+        f"calibrated {cluster.default_collective}: {cost}; the fit is off by "
         f"{percent(result.fit_error, 0)} (median), {percent(result.worst_fit_error, 0)} (worst)"
     )
     bound = format_seconds(result.best["lower_bound_s"])

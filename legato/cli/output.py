@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from legato.core.cluster import LinearCost
 from legato.core.text import count, one_line, percent
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from legato.simulator.flow import Disturbance
 
 __all__ = [
-    "describe_cost",
     "describe_size",
     "note",
     "note_unseen",
@@ -171,12 +169,6 @@ def _console(stderr: bool) -> Console:
     # A pipe has no width: nothing is wrapped or truncated.
     console = _Console(stderr=stderr)
     return console if console.is_terminal else _Console(stderr=stderr, width=_WIDEST)
-
-
-def describe_cost(cost: LinearCost) -> str:
-    """Alpha, beta and the floor, if any, in words."""
-    line = f"{format_seconds(cost.alpha_s)} + {format_seconds(cost.beta_s_per_byte * 2**20)} per MiB"
-    return f"{line}, at least {format_seconds(cost.floor_s)}" if cost.floor_s else line
 
 
 def describe_size(workload: Workload) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import html
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.text import count, shorten, table
-from legato.core.units import Int64, format_bandwidth, format_seconds
+from legato.core.units import Int64, format_bandwidth, format_bytes, format_seconds
 
 __all__ = [
     "COLLECTIVES",
@@ -27,37 +30,90 @@ __all__ = [
 
 #: A relative error that counts as none.
 _FITS = 1e-3
+#: A line that is further off than this at a measured size is not the cost; one that is further off than that is said.
+_CLOSE, _OFF = 0.1, 0.2
+_MOST_POINTS = 256
+_ROUNDING = 1e-9
 
 
-class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
     The floor is the work that a backend does on the hosts while it sends: it
     takes longer than the network for small messages, and is hidden for large ones.
+    Where a collective has several algorithms, no line is close. Then `points` has measured
+    (bytes, seconds), between which the cost is interpolated; the line is below all of them, and
+    there is no floor. `off` is how far the cost is from the measured size that it is furthest from.
     """
 
     alpha_s: float
     beta_s_per_byte: float
     floor_s: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+    off: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("alpha_s", "beta_s_per_byte", "floor_s"):
+        for field in ("alpha_s", "beta_s_per_byte", "floor_s", "off"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+        if self.points:
+            self._check_points()
+
+    def _check_points(self) -> None:
+        if not 2 <= len(self.points) <= _MOST_POINTS or self.floor_s:
+            raise InputError(f"points: {len(self.points)} (expected 2 to {_MOST_POINTS}, and no floor)")
+        if not all(0 < x < math.inf and 0 < y < math.inf for x, y in self.points):
+            raise InputError("points: not finite (expected bytes and seconds above 0)")
+        pairs = list(itertools.pairwise(self.points))
+        if (
+            not all(x < later and y <= longer for (x, y), (later, longer) in pairs)
+            or pairs[-1][0][1] == pairs[-1][1][1]
+        ):
+            raise InputError("points: not in order (expected larger messages to take longer)")
+        rate, slack = _last_rate(self.points) * (1 + _ROUNDING), 1 - _ROUNDING
+        if self.beta_s_per_byte > rate or any(
+            (self.alpha_s + self.beta_s_per_byte * x) * slack > y for x, y in self.points
+        ):
+            raise InputError(
+                "points: below the line (expected alpha_s and beta_s_per_byte of a line below all of them)"
+            )
 
     def __str__(self) -> str:
+        off = f", off by up to {self.off:.0%} at measured sizes" if self.off > _OFF else ""
+        if self.points:
+            (least, first_s), (most, last_s) = self.points[0], self.points[-1]
+            sizes = f"for {format_bytes(least)} to {format_bytes(most)}, between {len(self.points)} measured sizes"
+            return f"{format_seconds(first_s)} to {format_seconds(last_s)} {sizes}{off}"
         floor = f", at least {format_seconds(self.floor_s)}" if self.floor_s else ""
-        return f"{format_seconds(self.alpha_s)} + {format_seconds(self.beta_s_per_byte * 2**20)} per MiB{floor}"
+        return f"{format_seconds(self.alpha_s)} + {format_seconds(self.beta_s_per_byte * 2**20)} per MiB{floor}{off}"
 
     def cost(self, nbytes: float) -> float:
         """Return the seconds that one message of `nbytes` bytes takes."""
+        if self.points:
+            return float(self.above_floor(nbytes))
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
+
+    def above_floor(self, nbytes: float, number: type = float) -> Any:
+        """The same without the floor, in this kind of numbers."""
+        if not self.points:
+            return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
+        k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
+        points = self.points[0], self.points[k - 1], self.points[k]
+        if number is not float:
+            points = tuple((number(x), number(y)) for x, y in points)
+        (_, least), (x, y), (later, longer) = points
+        return max(least, y + (longer - y) / (later - x) * (nbytes - x))
+
+    def times(self, share: float) -> LinearCost:
+        """The cost of what takes this share of the time."""
+        points = tuple((x, y * share) for x, y in self.points)
+        return LinearCost(self.alpha_s * share, self.beta_s_per_byte * share, self.floor_s * share, points, self.off)
 
     @property
     def startup_s(self) -> float:
         """The seconds that the smallest message takes."""
-        return max(self.floor_s, self.alpha_s)
+        return self.cost(0.0)
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
@@ -89,6 +145,32 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 best, least = bent, squares
         return best
 
+    @classmethod
+    def following(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
+        """The line of `fit` if it is within 10% at each size, else interpolated between the sizes.
+
+        Where larger messages took less time, neighbours get their mean. Raises `InputError` like `fit`.
+        """
+        points = sorted((float(x), float(y)) for x, y in samples)
+        cost = cls.fit(points)
+        if cost._worst(points) > _CLOSE:
+            blocks: list[list[tuple[float, float]]] = []
+            for _, same in itertools.groupby(points, key=lambda point: point[0]):
+                blocks.append(list(same))
+                while len(blocks) > 1 and _mean(blocks[-2]) >= _mean(blocks[-1]):
+                    blocks[-2:] = [blocks[-2] + blocks[-1]]
+            ends = [(x, _mean(block)) for block in blocks for x in dict.fromkeys((block[0][0], block[-1][0])) if x > 0]
+            ends = ends[: -1 if len(ends) > 1 and ends[-1][1] == ends[-2][1] else None]
+            kept = tuple(ends[:: -(-len(ends) // _MOST_POINTS)])
+            if len(kept) > 1:
+                rate = min(_last_rate(kept), *(y / x for x, y in kept))
+                cost = cls(max(0.0, min(y - rate * x for x, y in kept)), rate, points=kept)
+        return msgspec.structs.replace(cost, off=off if (off := cost._worst(points)) > _OFF else 0.0)
+
+    def _worst(self, points: Iterable[tuple[float, float]]) -> float:
+        """The largest relative error."""
+        return max(abs(self.cost(x) / y - 1) for x, y in points)
+
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
         """The sum of squared errors, each divided by the seconds of its sample."""
         return math.fsum((self.cost(x) - y) ** 2 / y for x, y in points)
@@ -109,15 +191,28 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return alpha, beta
 
 
+def _mean(points: Sequence[tuple[float, float]]) -> float:
+    return math.fsum(y for _, y in points) / len(points)
+
+
+def _last_rate(points: Sequence[tuple[float, float]]) -> float:
+    """The seconds per byte behind the last point."""
+    (x, y), (later, longer) = points[-2:]
+    return (longer - y) / (later - x)
+
+
 def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
-    """The sum of two costs for the smallest message and for large ones."""
-    floor = a.startup_s + b.startup_s if a.floor_s or b.floor_s else 0.0
-    return LinearCost(a.alpha_s + b.alpha_s, a.beta_s_per_byte + b.beta_s_per_byte, floor)
+    """The sum of two costs for the smallest message and for large ones, and at measured sizes."""
+    sizes = sorted({x for x, _ in (*a.points, *b.points)})
+    points = tuple((x, a.cost(x) + b.cost(x)) for x in sizes)
+    floor = a.startup_s + b.startup_s if (a.floor_s or b.floor_s) and not points else 0.0
+    return LinearCost(a.alpha_s + b.alpha_s, a.beta_s_per_byte + b.beta_s_per_byte, floor, points, max(a.off, b.off))
 
 
 def _halved(cost: LinearCost) -> LinearCost:
     """The cost of half of the bytes."""
-    return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s)
+    points = tuple((2 * x, y) for x, y in cost.points)
+    return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
 
 def _flat(cost: LinearCost) -> LinearCost:
@@ -446,10 +541,12 @@ class Cluster(
 
     @property
     def has_floors(self) -> bool:
-        """Whether a cost has a floor."""
+        """Whether the smallest messages of a cost take longer than its line says."""
         measured = (cost for costs in self.depths.values() for cost in costs.values())
         beside = [] if self.contention is None else [self.contention.delay, self.contention.overhead]
-        return any(cost.floor_s > cost.alpha_s for cost in (*self.collectives.values(), *measured, *beside))
+        return any(
+            cost.startup_s > cost.alpha_s * (1 + _FITS) for cost in (*self.collectives.values(), *measured, *beside)
+        )
 
     def at_floors(self) -> Cluster:
         """Return the cluster on which every message costs what the smallest one does here: no message costs less."""
@@ -465,15 +562,14 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return straight lines; no message, of any collective and depth, takes less than the lowest of them.
-
-        Floors are left out. Chunks can hide the reduction behind the transfer,
-        but nothing else, and the second half of a message adds nothing up. So a derived
-        collective that can be pipelined is also listed with a free reduction.
+        """Return costs without floors; no message, of any collective and depth, takes less than the lowest of them.
+        Chunks can hide the reduction behind the transfer,
+               but nothing else, and the second half of a message adds nothing up. So a derived
+               collective that can be pipelined is also listed with a free reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:
             terms = self.latency_s, 8 / self.bandwidth_bps, 0.0, self.sending_s
             hidden = (name for name in PIPELINED if name in self.collectives and name not in self.depths)
             costs += [LinearCost(*COLLECTIVES[name](self.workers, *terms)) for name in hidden]
-        return [LinearCost(cost.alpha_s, cost.beta_s_per_byte) for cost in costs]
+        return [LinearCost(cost.alpha_s, cost.beta_s_per_byte, points=cost.points) for cost in costs]

@@ -116,7 +116,11 @@ def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, li
     if not (workers or ranks):
         raise FileError(f"{path}: no list of ranks (expected it, or --workers)")
     samples = _samples(path, lines, headings[0], len(ranks) or workers or 0)
-    return Cluster(workers=workers or len(ranks), collectives={"nccl": LinearCost.fit(samples)}), samples, len(ranks)
+    return (
+        Cluster(workers=workers or len(ranks), collectives={"nccl": LinearCost.following(samples)}),
+        samples,
+        len(ranks),
+    )
 
 
 def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:

@@ -1,7 +1,9 @@
 """Clusters: what they refuse, MG-WFBP's Table II by hand, and the fit."""
 
+import itertools
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,3 +274,67 @@ def test_a_cluster_on_which_messages_and_computation_contend():
     assert Cluster(2, FREE).while_computing() == Cluster(2, FREE)
     with pytest.raises(InputError, match="pack_s_per_byte: -1"):
         Contention(FREE["c"], FREE["c"], -1.0)
+
+
+#: 16 H100 on two hosts, with NCCL: another algorithm from 32 MiB on.
+MEASURED = {
+    8: 123.8, 64: 122.9, 2**10: 122.8, 2**14: 137.6, 2**17: 169.0, 2**19: 171.0, 2**20: 207.2, 2**22: 356.6,
+    2**23: 563.5, 2**24: 951.7, 2**25: 1047.5, 2**26: 1274.0, 2**28: 2361.2, 2**30: 6736.4, 2**33: 47714.0,
+}  # fmt: skip
+
+
+def test_a_cost_that_no_line_is_close_to_follows_the_sizes():
+    samples = [(n, us * 1e-6) for n, us in MEASURED.items()]
+    line, cost = LinearCost.fit(samples), LinearCost.following(samples)
+    assert min(line.cost(n) / s - 1 for n, s in samples) < -0.6
+    for n, s in samples:
+        assert cost.cost(n) == pytest.approx(s, rel=0.01)
+    assert cost.off == 0 and cost.points[0] == (8, pytest.approx(123.17e-6, rel=1e-4))
+    assert cost.cost(3 * 2**23) == pytest.approx((951.7e-6 + 1047.5e-6) / 2)
+    assert cost.startup_s == cost.cost(1) == cost.points[0][1]
+    assert cost.cost(2**34) == pytest.approx(47714e-6 + (47714e-6 - 6736.4e-6) * 2**33 / (2**33 - 2**30))
+    assert str(cost) == "123 us to 47.7 ms for 8 B to 8 GiB, between 14 measured sizes"
+    assert msgspec.json.decode(msgspec.json.encode(cost), type=LinearCost) == cost
+    half, wire = cost.times(0.5), Cluster(16, {"nccl": cost}).in_wire_format().cost()
+    assert half.cost(10**6) == cost.cost(10**6) / 2 and wire.cost(2 * 10**6) == pytest.approx(cost.cost(10**6))
+    slower = Cluster(16, {"nccl": cost}, contention=Contention(LinearCost(1e-3, 1e-9), LinearCost(0, 0)))
+    assert slower.while_computing().cost().cost(10**6) == pytest.approx(cost.cost(10**6) + 2e-3)
+
+
+def test_a_line_that_is_close_stays_one():
+    samples = [(2**k, (1.05 if k % 2 else 0.95) * (1e-4 + 1e-9 * 2**k)) for k in range(10, 28)]
+    assert LinearCost.following(samples) == LinearCost.fit(samples)
+
+
+def test_a_cost_that_is_off_says_so():
+    """Larger messages that take less time get the mean of their neighbours."""
+    cost = LinearCost.following([(1, 1.0), (2, 4.0), (3, 2.0), (4, 8.0)])
+    assert cost.points == ((1, 1.0), (2, 3.0), (3, 3.0), (4, 8.0))
+    assert cost.off == pytest.approx(0.5) and str(cost).endswith("off by up to 50% at measured sizes")
+
+
+@given(st.dictionaries(st.integers(1, 10**6), st.floats(1e-6, 1e3), min_size=2, max_size=300))
+def test_larger_messages_never_take_less_and_the_line_is_below(times):
+    cost = LinearCost.following(times.items())
+    sizes = [0, *sorted(times), 2 * max(times), 10**9]
+    seconds = [cost.cost(n) for n in sizes]
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(seconds)) and len(cost.points) <= 256
+    for n, s in zip(sizes, seconds, strict=True):
+        assert not cost.points or cost.alpha_s + cost.beta_s_per_byte * n <= s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("points", "line", "says"),
+    [
+        (((1, 1.0),), (0, 0), "expected 2 to 256"),
+        (((1, 1.0), (2, math.inf)), (0, 0), "not finite"),
+        (((2, 1.0), (1, 2.0)), (0, 0), "not in order"),
+        (((1, 2.0), (2, 1.0)), (0, 0), "not in order"),
+        (((1, 1.0), (2, 1.0)), (0, 0), "not in order"),
+        (((1, 1.0), (2, 2.0)), (1.0, 0.5), "below the line"),
+        (((1, 1.0), (2, 2.0)), (0, 1.1), "below the line"),
+    ],
+)
+def test_points_that_are_no_cost(points, line, says):
+    with pytest.raises(InputError, match=f"points: .*{says}"):
+        LinearCost(*line, points=points)

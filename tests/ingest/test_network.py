@@ -166,6 +166,19 @@ def test_calibrate_reads_them(tmp_path, capsys):
     assert status == 2 and "--workers means nothing without --nccl-tests" in err
 
 
+def test_times_that_no_line_fits_are_followed_and_plans_say_how_far_a_cost_is_off(tmp_path, capsys):
+    path, cluster, job = tmp_path / "out.txt", tmp_path / "c.json", tmp_path / "w.json"
+    path.write_text(NEW.replace("110.0", "600.0").replace("410.0", "1410.0"))
+    status, _, err = run(capsys, "calibrate", "--nccl-tests", path, "-o", cluster)
+    assert status == 0 and "1.41 ms for 1 MiB to 4 MiB, between 3 measured sizes, off by up to 93%" in err, err
+    run(capsys, "workload", "alexnet-v2", "-o", job)
+    status, out, _ = run(capsys, "plan", job, "--cluster", cluster)
+    assert status == 0 and "off by up to 93% at measured sizes" in out
+    path.write_text(NEW.replace("210.0", "390.0"))
+    status, _, err = run(capsys, "calibrate", "--nccl-tests", path, "-o", cluster)
+    assert status == 0 and "between 3 measured sizes" in err and "off by" not in err and err.count("fit    0%") == 3
+
+
 @pytest.mark.parametrize(
     ("workers", "cost", "says"),
     [

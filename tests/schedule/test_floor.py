@@ -1,11 +1,12 @@
-"""Costs with a floor: what stays true of bounds and schedulers, and what is found by brute force."""
+"""Costs that are no line, but have a floor or follow measured sizes: what stays true of bounds and schedulers, and what
+is found by brute force."""
 
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import durations, examples, workloads
+from support.strategies import durations, examples, measured, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.schedule import SCHEDULERS, schedule
@@ -23,8 +24,8 @@ bent = st.builds(
 )
 
 
-@examples(25)
-@given(workloads(), st.lists(bent, min_size=1, max_size=2))
+@examples(50)
+@given(workloads(), st.lists(bent | measured, min_size=1, max_size=2))
 def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
     cluster = Cluster(4, {f"c{k}": cost for k, cost in enumerate(costs)})
     times = {}
@@ -40,7 +41,7 @@ def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
 
 
 @examples(60)
-@given(st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=7), bent)
+@given(st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=7), bent | measured)
 def test_neighbours_are_merged_as_well_as_can_be(rows, cost):
     ready = list(itertools.accumulate(seconds for seconds, _ in rows))
     nbytes = [size for _, size in rows]

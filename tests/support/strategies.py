@@ -41,6 +41,10 @@ costs = st.builds(
     st.integers(0, 24).map(lambda n: n / 4),
     st.integers(0, 8).map(lambda n: n / 4),
 )
+#: Interpolated between measured sizes, mostly.
+measured = st.dictionaries(st.integers(1, 48), st.integers(1, 48).map(lambda n: n / 4), min_size=2, max_size=6).map(
+    lambda times: LinearCost.following(times.items())
+)
 
 
 @st.composite
@@ -78,11 +82,15 @@ contentions = st.builds(Contention, costs, costs, st.sampled_from([0.0, 0.0, 0.2
 
 
 @st.composite
-def clusters(draw, max_collectives=3, contended=False):
-    """One to `max_collectives` linear costs called c0, c1, ...; with `contended`, some with contention."""
+def clusters(draw, max_collectives=3, contended=False, linear=False):
+    """One to `max_collectives` costs, all of them lines if `linear`, called c0, c1, ...; with `contended`, some with it."""
     count = draw(st.integers(1, max_collectives))
     contention = draw(st.none() | contentions) if contended else None
-    return Cluster(draw(st.integers(1, 64)), {f"c{k}": draw(costs) for k in range(count)}, contention=contention)
+    return Cluster(
+        draw(st.integers(1, 64)),
+        {f"c{k}": draw(costs if linear else costs | measured) for k in range(count)},
+        contention=contention,
+    )
 
 
 @st.composite

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,11 +32,22 @@ ROUNDING = 1e-9
 _BITS, _OP_BITS = 58, 49
 
 
-def cheapest_line(cluster: Cluster, nbytes: int, number: type = float) -> LinearCost:
-    """The highest line below the costs of all collectives from 0 to `nbytes` bytes: it meets the least at both ends."""
-    costs = [(number(cost.alpha_s), number(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
-    alpha = min(alpha for alpha, _ in costs)
-    return LinearCost(alpha, (min(alpha + beta * nbytes for alpha, beta in costs) - alpha) / nbytes)
+def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: float | None = None) -> LinearCost:
+    """The highest line below the costs of all collectives from 0 to `nbytes` bytes: it meets the least at both ends.
+
+    Where costs are interpolated, it meets the least at `nbytes`, and else where it can. `alpha` makes it begin there.
+    """
+    costs = cluster.least_costs()
+    sizes = [number(x) for cost in costs for x, _ in cost.points if x < nbytes]
+
+    def least(size: float) -> Any:
+        return min(cost.above_floor(size, number) for cost in costs)
+
+    if alpha is None:
+        alpha, end = least(number(0)), least(number(nbytes))
+        rates = ((end - least(size)) / (nbytes - size) for size in sizes)
+        alpha = min([alpha, *(max(number(0), end - rate * nbytes) for rate in rates)])
+    return LinearCost(alpha, max(number(0), min((least(size) - alpha) / size for size in [*sizes, nbytes])))
 
 
 class Problem:
@@ -77,7 +88,8 @@ class Problem:
             self.part_s = Fraction(2) ** -self._bits
             ops = (msgspec.structs.replace(op, duration_s=self.whole(op.duration_s)) for op in self.every.ops)
             self.every = msgspec.structs.replace(self.every, ops=tuple(ops))
-        self.half = self.whole(self.number(min(cost.alpha_s for cost in self.cluster.least_costs())) / 2)
+        self.alpha_s = cheapest_line(self.cluster, workload.nbytes, self.number).alpha_s
+        self.half = self.whole(self.alpha_s / 2)
         self.workload = without_updates(self.every) if self.sharded else self.every
         times = heads_tails(self.workload, compute, kind.order)
         self.release, self.tail = times.release_s, times.tail_s
@@ -101,7 +113,7 @@ class Problem:
     def half_work(self, tensors: Iterable[int]) -> list[float]:
         """By tensor: what a half takes for its bytes, if messages have bytes of these ("Cost" in docs/bounds.md)."""
         sizes = [self.workload.tensors[t].nbytes for t in tensors]
-        beta = cheapest_line(self.cluster, sum(sizes), self.number).beta_s_per_byte / 2
+        beta = cheapest_line(self.cluster, sum(sizes), self.number, self.alpha_s).beta_s_per_byte / 2
         work = [beta * nbytes for nbytes in sizes]
         return [*map(self.whole, work)] if self.exact else work
 

@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
@@ -89,7 +90,8 @@ def merge_neighbours(
         counts = f"{len(release_s)} release times and {len(nbytes)} sizes"
         raise ValueError(f"{counts} (expected equal numbers, at least one)")
     with_floor = _with_floor if len(nbytes) <= _FEW else _with_floor_of_many
-    finish, split = (with_floor if cost.floor_s else earliest_finishes)(release_s, nbytes, cost, most)
+    bent = cost.floor_s or (cost.points and len(nbytes) <= _FEW)
+    finish, split = (with_floor if bent else earliest_finishes)(release_s, nbytes, cost, most)
     groups, stop = [], len(nbytes)
     while stop:
         groups.append((split[stop], stop))
@@ -140,13 +142,22 @@ def _with_floor(
     for j, ready in enumerate(release_s, start=1):
         while upto[j] - upto[first] > most and first < j - 1:
             first += 1
-        seconds = np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * (upto[j] - upto[first:j]))
+        seconds = _seconds(cost, upto[j] - upto[first:j])
         ends = np.maximum(finish[first:j], ready) + seconds
         best = np.flatnonzero(ends == ends.min())
         i = first + int(best[np.argmin(count[first:j][best])])
         finish[j], count[j] = ends[i - first], count[i] + 1
         split.append(i)
     return finish.tolist(), split
+
+
+def _seconds(cost: LinearCost, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`cost.cost` of each."""
+    if not cost.points:
+        return np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * nbytes)
+    beyond = max(float(nbytes.max()), 2 * cost.points[-1][0])
+    sizes, seconds = zip(*cost.points, (beyond, cost.cost(beyond)), strict=True)
+    return np.interp(nbytes, sizes, seconds)
 
 
 def _with_floor_of_many(

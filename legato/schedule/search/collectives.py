@@ -52,12 +52,16 @@ class Collectives:
         # whether a formula gives the cost of chunks, and not a measurement
         self._priced_by_depth = cluster.reduce_s_per_byte > 0 and not cluster.depths
         ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
-        terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
+        costs = [cluster.cost(*way) for way in ways]
+        terms = [(cost.alpha_s, cost.beta_s_per_byte, cost.floor_s) for cost in costs]
 
         def beaten(k: int) -> bool:
             """Whether another way costs no more at any size."""
             return any(
-                all(x <= y for x, y in zip(other, terms[k], strict=True)) and (other != terms[k] or i < k)
+                not costs[i].points
+                and not costs[k].points
+                and all(x <= y for x, y in zip(other, terms[k], strict=True))
+                and (other != terms[k] or i < k)
                 for i, other in enumerate(terms)
             )
 

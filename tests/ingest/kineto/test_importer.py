@@ -198,9 +198,7 @@ HOSTILE = {
     '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "nan", "dur": 1}]}': "1 of them without times",
     '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}': "1 of them without times",
     '{"traceEvents": [{"ph": "X", "cat": ["kernel"]}]}': r"traceEvents\[0\].cat",
-    '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": '
-    + "9" * 10_000
-    + ', "dur": 1}]}': "Integer|without times",
+    '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": ' + "9" * 10_000 + ', "dur": 1}]}': "Integer|without times",
 }
 
 

@@ -586,7 +586,11 @@ def exact_one_end(certificate, workload, cluster, compute, order, sends):
 
 @examples(150)
 @given(
-    st.data(), workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound, st.sampled_from(SENDS)
+    st.data(),
+    workloads(max_ops=6, max_tensors=8),
+    clusters(contended=True, linear=True),
+    settings_of_bound,
+    st.sampled_from(SENDS),
 )
 def test_whole_parts_prove_what_fractions_prove(data, workload, cluster, setting, sends):
     end = data.draw(st.sampled_from(["release", "tail"]))

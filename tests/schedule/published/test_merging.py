@@ -134,7 +134,7 @@ def test_merging_needs_as_many_sizes_as_times(ready, nbytes):
         merge_neighbours(ready, nbytes, LinearCost(1.0, 1.0))
 
 
-@given(workloads(max_tensors=8), clusters())
+@given(workloads(max_tensors=8), clusters(linear=True))
 def test_tensors_of_one_op_stay_together(workload, cluster):
     """Nothing is gained by sending two gradients that come at the same moment apart."""
     ready = {t.name: t.ready_after for t in workload.tensors}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import Cluster
 from legato.core.plan import Kind, Message, Plan
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import compose, message_of
@@ -34,8 +34,7 @@ def halves(
 
     A message of several tensors has at most `most` bytes.
     """
-    cost = cluster.cost(collective)
-    half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
+    half = cluster.cost(collective).times(1 / 2)
 
     def merged(release_s: Sequence[float], kind: Kind) -> list[Message]:
         order = sorted(range(len(release_s)), key=release_s.__getitem__)
