@@ -68,7 +68,7 @@ def advise(
     check_file("output", output, ".html")
     known = Transfers(transfer or ())
     with progress("reading") as advance:
-        jobs = import_jobs(in_folders(traces), rank=rank, step=step, known=known, progress=advance)
+        jobs = import_jobs(in_folders(traces, note), rank=rank, step=step, known=known, progress=advance)
     found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:

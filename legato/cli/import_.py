@@ -81,7 +81,7 @@ def import_(
     """
     from legato.ingest.source import in_folders
 
-    traces = in_folders(traces)
+    traces = in_folders(traces, note)
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
     if chosen.program:
         _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gzip
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +31,8 @@ Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 
 _ENDINGS = (".json", ".json.gz")
+#: How files of legato begin, and how its traces for Perfetto end.
+_OWN, _OWN_TRACE, _EDGE_BYTES = re.compile(rb'\s*\{\s*"format"\s*:\s*"legato\.'), b'"producer": "legato"', 256
 BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
@@ -37,18 +41,33 @@ _BOMB_FLOOR_BYTES = 64 * 2**20
 MOST_BYTES = 2**30
 
 
-def in_folders(paths: Sequence[Path]) -> list[Path]:
-    """The files, and those of folders: all with names that end as traces do, in order. Raises `FileError` for none."""
+def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
+    """The files, and those of folders: all with names that end as traces do, in order. Raises `FileError` for none.
+
+    What legato itself has written into a folder is left out, with a line to `say`.
+    """
     found: list[Path] = []
     for path in paths:
         try:
             files = sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS)) if path.is_dir() else [path]
+            own = [file for file in files if path.is_dir() and _is_own(file)]
         except OSError as error:
             raise FileError(f"{path}: cannot read: {error.strerror or error}") from None
+        if own:
+            say(f"left out, because legato has written it: {named(own)}")
+            files = [file for file in files if file not in own]
         if not files:
             raise FileError(f"{path}: no traces in this folder (expected names that end in {' or '.join(_ENDINGS)})")
         found += files
     return found
+
+
+def _is_own(path: Path) -> bool:
+    """Whether legato has written this file: a workload, a plan and so on, or a trace for Perfetto."""
+    with path.open("rb") as file:
+        begins = file.read(_EDGE_BYTES)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))
+        return _OWN.match(begins) is not None or _OWN_TRACE in file.read(_EDGE_BYTES)
 
 
 def read_blocks(path: Path, progress: Progress | None = None, limit: int | None = None) -> Iterator[bytes]:

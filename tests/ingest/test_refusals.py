@@ -55,3 +55,15 @@ def test_a_step_that_makes_no_workload_or_network(tmp_path, capsys):
     path.write_text(samples.ahead(shapes=False, sized=False).text())
     refused(capsys, path, "import", "kineto", path, "-o", "w.json")
     refused(capsys, path, "import", "kineto", path, "-o", "w.json", "--cluster", "c.json")
+
+
+def test_what_legato_has_written_into_a_folder_is_left_out(tmp_path, trace, capsys):
+    _, expected, _ = run(capsys, "advise", trace)
+    run(capsys, "import", "kineto", trace, "-o", tmp_path / "w.json", "--timeline", tmp_path / "measured.json")
+    run(capsys, "trace", tmp_path / "measured.json", "-o", tmp_path / "perfetto.json")
+    status, out, err = run(capsys, "advise", tmp_path)
+    assert status == 0 and out == expected
+    assert f"left out, because legato has written it: {tmp_path / 'measured.json'} and 2 more" in err
+    trace.unlink()
+    refused(capsys, tmp_path, "advise", tmp_path)
+    refused(capsys, tmp_path / "w.json", "advise", tmp_path / "w.json")

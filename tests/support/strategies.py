@@ -83,7 +83,7 @@ contentions = st.builds(Contention, costs, costs, st.sampled_from([0.0, 0.0, 0.2
 
 @st.composite
 def clusters(draw, max_collectives=3, contended=False, linear=False):
-    """One to `max_collectives` costs, all of them lines if `linear`, called c0, c1, ...; with `contended`, some with it."""
+    """One to `max_collectives` costs called c0, c1, ..., all lines if `linear`; with `contended`, some contend."""
     count = draw(st.integers(1, max_collectives))
     contention = draw(st.none() | contentions) if contended else None
     return Cluster(

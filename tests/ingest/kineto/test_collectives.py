@@ -216,3 +216,16 @@ def test_inference_sends_no_gradients(tmp_path):
     path.write_text(r.text())
     (transfer,) = import_kineto([path]).transfers
     assert not transfer.carries_gradients
+
+
+@pytest.mark.parametrize("category", ["user_annotation", "cpu_op"])
+def test_a_trace_of_collectives_alone_is_what_it_is(tmp_path, category):
+    base = samples.on_host({"op": "allreduce_", "mark": "all_reduce", "at": 430, "begins": 450, "takes": 300})
+    base.events = [e for e in base.events if e["name"].startswith(("ProfilerStep", "gloo"))]
+    for event in base.events:
+        event["cat"] = category if event["name"].startswith("gloo") else event["cat"]
+    (tmp_path / "alone.json").write_text(base.text())
+    found = import_kineto([tmp_path / "alone.json"])
+    (rank,) = found.ranks
+    assert (rank.computation_s, rank.communication_s) == (0, pytest.approx(300e-6))
+    assert "computation: kernels, or operators of a CPU" in found.notes.missing and found.workload is None

@@ -336,7 +336,7 @@ def test_steps_of_no_time_mark_nothing(tmp_path):
     assert "t.json: 1 ProfilerStep mark of no time mark nothing" in found.notes.assumed
     for event in base.events:
         event["dur"] = 0 if event["cat"] == "kernel" else event["dur"]
-    with pytest.raises(FileError, match="no computation in step ProfilerStep#3"):
+    with pytest.raises(FileError, match="nothing takes time in step ProfilerStep#3"):
         imported(tmp_path, base.text())
 
 

@@ -160,7 +160,7 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             marks.timeless[kind] += 1
             continue
         if not marks.has_work:
-            marks.has_work = kind in ("device", "operator")
+            marks.has_work = kind in ("device", "operator") or COLLECTIVE_NAME.match(event.name or "") is not None
         if kind == "device":
             marks.devices[_device(event.pid, event.args)] += 1
         else:
