@@ -111,6 +111,14 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return LinearCost(self.alpha_s * share, self.beta_s_per_byte * share, self.floor_s * share, points, self.off)
 
     @property
+    def line(self) -> LinearCost:
+        """The same without points, for what needs a latency and a bandwidth: the line of `fit` through them."""
+        if not self.points:
+            return self
+        found = LinearCost.fit(self.points)
+        return msgspec.structs.replace(found, off=found._worst(self.points))
+
+    @property
     def startup_s(self) -> float:
         """The seconds that the smallest message takes."""
         return self.cost(0.0)

@@ -94,7 +94,7 @@ class _Network:
 
     def __init__(self, cluster: Cluster, hosts: Hosts) -> None:
         self.cluster, self.hosts = cluster, hosts
-        derived = cluster.cost().alpha_s / 2 / max(cluster.workers - 1, 1)
+        derived = cluster.cost().line.alpha_s / 2 / max(cluster.workers - 1, 1)
         self.latency_s = derived if cluster.latency_s is None else cluster.latency_s
 
     def gather(self, ranks: int) -> LinearCost:
@@ -103,7 +103,7 @@ class _Network:
         if ranks <= hosts.gpus:
             return _ring(ranks, self.latency_s, hosts.bandwidth_bps)
         if bps is None or hosts.gpus == 1:
-            return _scaled(self.cluster.cost(), self.cluster.workers, ranks)
+            return _scaled(self.cluster.cost().line, self.cluster.workers, ranks)
         return _ring(ranks, self.latency_s, min(hosts.bandwidth_bps, bps * hosts.gpus / hosts.gpus_per_card))
 
     def all_reduce(self, replicas: int) -> LinearCost | None:
@@ -112,10 +112,10 @@ class _Network:
             return None
         bps = self.cluster.bandwidth_bps
         if bps is None:
-            one_way = _scaled(self.cluster.cost(), self.cluster.workers, replicas)
+            one_way = _scaled(self.cluster.cost().line, self.cluster.workers, replicas)
         else:
             one_way = _ring(replicas, self.latency_s, bps / self.hosts.gpus_per_card)
-        return LinearCost(2 * one_way.alpha_s, 2 * one_way.beta_s_per_byte, 2 * one_way.floor_s)
+        return one_way.times(2)
 
 
 def _ring(ranks: int, latency_s: float, bandwidth_bps: float) -> LinearCost:
@@ -127,4 +127,4 @@ def _scaled(all_reduce: LinearCost, workers: int, ranks: int) -> LinearCost:
     """Half of an all-reduce among the workers, as if both were rings."""
     alpha_s = all_reduce.alpha_s / 2 * (ranks - 1) / (workers - 1)
     beta_s = all_reduce.beta_s_per_byte / 2 * (ranks - 1) / ranks * workers / (workers - 1)
-    return LinearCost(alpha_s, beta_s, all_reduce.floor_s / 2)
+    return LinearCost(alpha_s, beta_s, all_reduce.floor_s / 2, off=all_reduce.off)

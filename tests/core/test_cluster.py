@@ -289,6 +289,9 @@ def test_a_cost_that_no_line_is_close_to_follows_the_sizes():
     assert min(line.cost(n) / s - 1 for n, s in samples) < -0.6
     for n, s in samples:
         assert cost.cost(n) == pytest.approx(s, rel=0.01)
+    assert cost.line.cost(2**24) == pytest.approx(line.cost(2**24), rel=0.05) and cost.line.off == pytest.approx(
+        0.78, 0.1
+    )
     assert cost.off == 0 and cost.points[0] == (8, pytest.approx(123.17e-6, rel=1e-4))
     assert cost.cost(3 * 2**23) == pytest.approx((951.7e-6 + 1047.5e-6) / 2)
     assert cost.startup_s == cost.cost(1) == cost.points[0][1]

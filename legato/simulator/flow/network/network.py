@@ -145,7 +145,7 @@ class Network:
         """
         bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
         if bandwidth_bps is None or latency_s is None:
-            cost, name = cluster.cost(), cluster.default_collective
+            cost, name = cluster.cost().line, cluster.default_collective
             if name == PARAMETER_SERVER:
                 raise InputError(f"{name}: measured (expected a cluster with a bandwidth_bps and a latency_s)")
             formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
