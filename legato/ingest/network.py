@@ -21,14 +21,12 @@ __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 _SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
-#: What launchers put before each line: `[1,0]<stdout>:`, `host-3: `, `12: `.
-_PREFIX = re.compile(r"(?:\[\d+,\d+\]<\w+>|[\w.-]+):[ \t]?(?=[ \t]*(?:#|\d|$))")
 _RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\s")
 _TEST = re.compile(
     r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|gather|scatter|reduce|sendrecv|hypercube)_perf\b"
 )
 _NUMBER = r"[0-9]{1,12}(\.[0-9]+)?"
-_HEADING = re.compile(r"#\s+size\s+count\s")
+_HEADING = re.compile(r"#\s+(?=size\s+count\s)")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
 #: How far the ratio of the two bandwidths in a table may be from that of an all-reduce, which both are rounded for.
 _ROUNDED = 0.05
@@ -99,12 +97,12 @@ def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, li
     Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with right
     results.
     """
-    lines = [_PREFIX.sub("", line, count=1) for line in read_all(path).decode(errors="replace").splitlines()]
+    lines = read_all(path).decode(errors="replace").splitlines()  # each may begin with what a launcher says
     tests = dict.fromkeys(found.group(1) for line in lines if (found := _TEST.search(line)))
     if other := next((test for test in tests if test != "all_reduce"), None):
         raise FileError(f"{path}: output of {one_line(other)}_perf (expected that of all_reduce_perf)")
-    ranks = [int(found.group(1)) for line in lines if (found := _RANK.match(line))]
-    headings = [line.lstrip("# ").split() for line in lines if _HEADING.match(line)]
+    ranks = [int(found.group(1)) for line in lines if (found := _RANK.search(line))]
+    headings = [line[found.end() :].split() for line in lines if (found := _HEADING.search(line))]
     if not headings or "time" not in headings[0]:
         raise FileError(f"{path}: no table of sizes and times (expected the output of nccl-tests)")
     if ranks and not any(ranks):
@@ -132,19 +130,21 @@ def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: in
     samples: dict[int, float] = {}
     ratios = []
     for line in lines:
-        words = line.split()
-        rows = len(heading) <= len(words) <= len(heading) + 1  # a timestamp is two words
+        words = (
+            [] if "#" in line else line.replace("FAILED", " ").split()[-len(heading) - heading.count("timestamp") :]
+        )  # which is two words
+        rows = len(words) >= len(heading)
         if not rows or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(_NUMBER, words[time]):
             continue
         nbytes, seconds = int(words[0]), float(words[time]) * 1e-6
-        if any(re.fullmatch(r"[0-9]*[1-9][0-9]*", words[k]) for k in wrong):
+        if "FAILED" in line or any(not re.fullmatch(r"0+|N/A", words[k]) for k in wrong):
             raise FileError(f"{path}: wrong results at {count(nbytes, 'byte')} (expected a run in which all are right)")
         if nbytes > 0 and seconds > 0:
             samples[nbytes] = seconds
             rates = [float(word) for word in words[time + 1 : time + 3] if re.fullmatch(_NUMBER, word)]
             if len(rates) == 2 and rates[0] >= 1:
                 ratios.append(rates[1] / rates[0])
-    if failed := next((found for line in lines if (found := _OUT_OF_BOUNDS.match(line))), None):
+    if failed := next((found for line in lines if (found := _OUT_OF_BOUNDS.search(line))), None):
         raise FileError(f"{path}: {failed.group(1)} wrong results (expected a run in which all are right)")
     if len(samples) < 2:
         raise FileError(f"{path}: fewer than two sizes were measured (expected at least two)")

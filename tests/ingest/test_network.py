@@ -84,7 +84,21 @@ SCATTERED = "\n".join(
 )
 
 
-@pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "[1,0]<stdout>: ", "host-3: ", "12: ", "gpu07.local:"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[1,0]<stdout>:",
+        "[1,0]<stdout>@host1: ",
+        "host-3: ",
+        "host 0: ",
+        "12: ",
+        "gpu07.local:",
+        "[default0]:",
+        "(w pid=9) ",
+        "2025-01-01T10:00:00.123456789Z ",
+        "[pod/launcher-0/nccl] ",
+    ],
+)
 def test_lines_of_a_launcher(tmp_path, prefix):
     path = tmp_path / "out.txt"
     path.write_text(NEW)
@@ -140,6 +154,7 @@ def test_both_layouts_of_nccl_tests(tmp_path):
             "every rank ran alone .expected one run of all: nccl-tests built with MPI=1",
         ),
         (NEW.replace("       0    210.0", "       3    210.0"), "wrong results at 2,097,152 bytes"),
+        (NEW.replace("9.99     N/A", "9.99     N/A  FAILED"), "wrong results at 2,097,152 bytes"),
         (NEW.replace("values : 0 OK", "values : 5 FAILED"), "5 wrong results"),
         (NEW.partition("     2097152")[0], "fewer than two sizes"),
         (NEW.replace("110.0", "nan").replace("210.0", "1e999"), "fewer than two sizes"),
