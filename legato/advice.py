@@ -44,7 +44,9 @@ __all__ = [
     "advise",
     "asides",
     "changes",
+    "headline",
     "times_of",
+    "to_try",
     "told",
     "with_workers",
 ]
@@ -128,7 +130,7 @@ class RankTimes(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it wins.
 
-    `wins` are the least and the largest of such shares over the traced steps, if they are several.
+    Both are medians over the traced steps; `wins` are the least and the largest of the shares, if they are several.
     """
 
     plan: str
@@ -140,10 +142,10 @@ class Prediction(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True):
     """What a job's traces say.
 
-    `measured_s` is the step that was planned for, without what late ranks
-    delayed, and `error` how far the traced plan's prediction is from it (0.1: the
-    prediction is 10% longer; None for another network). `predictions` begin with
-    the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
+    Plans are for `rank`. `undelayed_s` are the median steps of all ranks by rank, without
+    what late ranks delayed, `measured_s` is that of `rank`, and `error` how far the traced
+    plan's prediction is from it (0.1: the prediction is 10% longer; None for another
+    network). `predictions` begin with the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
     are empty or None if `lacking` says why nothing can be predicted. `code` is
     the line to try. `missing` and `assumed` are what the traces lack, and what is
     assumed instead. `groups` are those of FSDP2, `costs` what its collectives cost,
@@ -158,6 +160,8 @@ class Advice(msgspec.Struct, frozen=True):
     verdict: tuple[str, ...]
     code: str = ""
     lacking: str = ""
+    rank: int = 0
+    undelayed_s: dict[int, float] = {}
     cluster: Cluster | None = None
     measured_s: float | None = None
     error: float | None = None
@@ -236,6 +240,8 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     where the time goes and what is missing.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
+    if found.lacking:
+        found = msgspec.structs.replace(found, verdict=(*found.verdict, *_hidden(found.ranks)))
     notes = imported.notes
     return msgspec.structs.replace(found, missing=tuple(notes.missing), assumed=tuple(notes.assumed))
 
@@ -267,6 +273,13 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
             f"No kind of traffic is waited for {percent(_WORTH, 0)} of the step: twice the bandwidth of all links is "
             f"predicted to win {least}{percent(rows[-1].win)}."
         ]
+    exposed, waited = _share(known.ranks, "exposed_s"), rows[-1].exposed_s / step_s if step_s > 0 else 0.0
+    if exposed >= waited + _WORTH:
+        told = [
+            f"Communication is exposed {percent(exposed)} of the time, and what could be computed waits for it "
+            f"{percent(waited)}: in the rest, the host had launched nothing to compute, or a rank was late.",
+            *told,
+        ]
     return msgspec.structs.replace(
         known, verdict=(*known.verdict, *told), traffic=tuple(rows), step_s=step_s, replayed_s=replayed_s
     )
@@ -283,8 +296,12 @@ def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
 
 def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -> Advice:
     ranks = times_of(imported.steps)
+    undelayed_s = {
+        r.rank: statistics.median(step.undelayed_s for step in imported.steps if step.rank == r.rank) for r in ranks
+    }
     name = imported.timeline.name if imported.timeline is not None else "trace"
-    known = Advice(name, ranks, imported.workers, tuple(_bottleneck(ranks, imported.on_device)))
+    verdict = tuple(_bottleneck(ranks, imported.on_device))
+    known = Advice(name, ranks, imported.workers, verdict, rank=imported.rank, undelayed_s=undelayed_s)
     if imported.sharded is not None:
         return _of_groups(known, imported, imported.sharded, cluster, workers)
     lacking, traced = _not_planned(imported, cluster) or imported.lacking, None
@@ -317,21 +334,22 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     stock, code = _best_buckets(workload, cluster, traced)
     plans = (traced, stock, schedule("legato", workload, cluster))
     drawn = [simulate(workload, plan, cluster) for plan in plans]
-    base = drawn[0].iteration_s
     sent = {(tensor.name, tensor.nbytes) for tensor in workload.tensors}
     others = [w for w in imported.others if {(tensor.name, tensor.nbytes) for tensor in w.tensors} == sent]
-    steps = [[iteration_time(w, plan, cluster) for plan in plans] for w in others]
+    steps = [[line.iteration_s for line in drawn], *([iteration_time(w, p, cluster) for p in plans] for w in others)]
+    bounds_s = [lower_bound(w, cluster).seconds for w in (workload, *others)]
 
     def prediction(k: int) -> Prediction:
-        seconds = [[line.iteration_s for line in drawn], *steps]
-        wins = [1 - step[k] / step[0] if step[0] > 0 else 0.0 for step in seconds]
-        return Prediction(plans[k].scheduler, seconds[0][k], wins[0], (min(wins), max(wins)) if steps else None)
+        wins = [1 - step[k] / step[0] if step[0] > 0 else 0.0 for step in steps]
+        predicted_s = statistics.median(step[k] for step in steps)
+        span = (min(wins), max(wins)) if others else None
+        return Prediction(plans[k].scheduler, predicted_s, statistics.median(wins), span)
 
     predictions = tuple(map(prediction, range(len(plans))))
-    measured_s = next(m.undelayed_s for m in imported.ranks if m.rank == imported.rank)
+    measured_s = known.undelayed_s[imported.rank]
     as_traced = as_traced and imported.plan is not None
-    error = base / measured_s - 1 if as_traced and measured_s > 0 else None
-    bound_s = lower_bound(workload, cluster).seconds
+    error = predictions[0].iteration_s / measured_s - 1 if as_traced and measured_s > 0 else None
+    bound_s = statistics.median(bounds_s)
     verdict, code = _verdict(known.verdict, predictions, error, code)
     measured: tuple[Timeline, ...] = () if imported.timeline is None else (imported.timeline,)
     if as_traced:  # what was predicted and what was measured belong together
@@ -345,7 +363,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
         error=error,
         predictions=predictions,
         lower_bound_s=bound_s,
-        gap=drawn[-1].iteration_s / bound_s - 1 if bound_s > 0 else 0.0,
+        gap=predictions[-1].iteration_s / bound_s - 1 if bound_s > 0 else 0.0,
         plans=plans,
         timelines=(*measured, *drawn),
     )
@@ -409,10 +427,10 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
 
 
 def _over_steps(best: Prediction) -> str:
-    """How far what is won differs between the traced steps, if it is worth a word."""
-    if best.wins is None or best.wins[1] - best.wins[0] < _WORTH / 2:
+    """What is won in the traced steps, if they are several."""
+    if best.wins is None:
         return ""
-    return f" ({percent(best.wins[0])} to {percent(best.wins[1])} in the traced steps)"
+    return f" ({' to '.join(dict.fromkeys(map(percent, best.wins)))} in the traced steps)"
 
 
 def _too_close(win: float, off: float, of: str) -> str:
@@ -461,8 +479,7 @@ def _verdict(
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
     """What iterations wait for: medians over the steps, as means over the ranks."""
-    iteration_s = _over_ranks(ranks, "iteration_s")
-    shares = {cause: _over_ranks(ranks, cause) / iteration_s if iteration_s > 0 else 0.0 for cause in _CAUSES}
+    shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
         which = "the" if shares["host_s"] == max(shares.values()) else "a"
@@ -483,6 +500,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
             f"{late.rank} waits least: the others wait for it."
         )
     if shares["exposed_s"] >= _MUCH:
+        iteration_s = _over_ranks(ranks, "iteration_s")
         by_kind = {kind: exposed / iteration_s for kind, (_, exposed) in _kinds_over_ranks(ranks).items()}
         most = [f"{kind} {percent(share, 0)}" for kind, share in by_kind.items() if share >= _WORTH]
         lines.append(f"Exposed communication takes {percent(shares['exposed_s'], 0)} of the time: {', '.join(most)}.")
@@ -497,8 +515,26 @@ def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
 
+def _share(ranks: Sequence[RankTimes], cause: str) -> float:
+    """The part of an iteration that a cause takes."""
+    iteration_s = _over_ranks(ranks, "iteration_s")
+    return _over_ranks(ranks, cause) / iteration_s if iteration_s > 0 else 0.0
+
+
+def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
+    """What an iteration would take if no communication were exposed, where no plan can be predicted."""
+    exposed_s, iteration_s = (_over_ranks(ranks, what) for what in ("exposed_s", "iteration_s"))
+    if _share(ranks, "exposed_s") < _WORTH:
+        return []
+    return [
+        f"If the {format_seconds(exposed_s)} of exposed communication were hidden, an iteration would take "
+        f"{format_seconds(iteration_s - exposed_s)} instead of {format_seconds(iteration_s)}, "
+        f"{percent(_share(ranks, 'exposed_s'))} less."
+    ]
+
+
 def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
-    """All that a verdict says, in the order in which it is read: tables, and lines of text.
+    """All that a verdict says but what to try, in the order in which it is read: tables, and lines of text.
 
     `changed` are the `changes` from the job before.
     """
@@ -506,6 +542,8 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     found: list[TextTable | str] = [_times_table(advice)]
     tables = (kinds, _traffic_table(advice), _groups_table(advice.groups), plans)
     found += [table for table in tables if table is not None]
+    if len(advice.ranks) > 1 and (plans is not None or advice.comparison is not None):
+        found.append(_longest(advice))
     found += map(str, advice.costs)
     if advice.comparison is not None:
         found.append(advice.comparison.table("Ways to group modules"))
@@ -525,11 +563,23 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
         )
     found += advice.verdict
     if advice.lacking:
-        found.append(f"No plan: {advice.lacking}.")
-    if advice.code:
-        lines = advice.code.splitlines()
-        found += [f"Try: {lines[0]}"] if len(lines) == 1 else ["Try:", *lines]
+        found.append(_no_plan(advice.lacking))
     return (*found, *changed)
+
+
+def to_try(advice: Advice) -> list[str]:
+    """The lines that say what to try, if there is anything."""
+    lines = advice.code.splitlines()
+    return [f"Try: {lines[0]}"] if len(lines) == 1 else ["Try:", *lines] if lines else []
+
+
+def headline(advice: Advice) -> str:
+    """The most important sentence of a verdict."""
+    return advice.verdict[0] if advice.verdict else _no_plan(advice.lacking)
+
+
+def _no_plan(lacking: str) -> str:
+    return f"No plan: {lacking}."
 
 
 def asides(advice: Advice) -> tuple[str, ...]:
@@ -637,11 +687,23 @@ def _plans_table(advice: Advice) -> TextTable | None:
         for p in advice.predictions
     ]
     rows.append(("lower bound of any plan", format_seconds(advice.lower_bound_s), ""))
+    several = ", medians over its traced steps" if advice.predictions[0].wins else ""
     return TextTable(
-        f"Plans for {count(advice.cluster.workers, 'worker')}; an all-reduce takes {advice.cluster.cost()}",
+        f"Plans for {count(advice.cluster.workers, 'worker')}, from rank {advice.rank}{several}; an all-reduce takes "
+        f"{advice.cluster.cost()}",
         ("plan", "predicted", "wins"),
         tuple(rows),
     )
+
+
+def _longest(advice: Advice) -> str:
+    """For which rank plans are, and which takes longest and least."""
+    by_time, mine = sorted(advice.undelayed_s, key=advice.undelayed_s.__getitem__), advice.rank
+    times = {rank: format_seconds(advice.undelayed_s[rank]) for rank in (mine, by_time[0], by_time[-1])}
+    whose = "which takes longest" if times[mine] == times[by_time[-1]] else "as asked for"
+    known = " without waiting for late ranks" if advice.ranks[0].late_s is not None else ""
+    said = [f"rank {rank} takes {time}" for rank, time in times.items()]
+    return f"Plans are for rank {mine}, {whose}: {', '.join(said)} a step{known}."
 
 
 def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:

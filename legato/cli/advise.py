@@ -45,7 +45,9 @@ def advise(
         ),
     ],
     network: _Network,
-    rank: Annotated[int | None, typer.Option(help="Rank to plan for.", show_default="the lowest")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank to plan for.", show_default="the one that takes longest")
+    ] = None,
     step: Annotated[str | None, typer.Option(help="Step to plan for.", show_default="the one of median length")] = None,
     transfer: Annotated[list[str] | None, typer.Option(metavar="PATTERN=COLLECTIVE", help=f"{TRANSFER_HELP}.")] = None,
     output: Annotated[
@@ -60,7 +62,7 @@ def advise(
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
     from legato.advice import advise as judge
-    from legato.advice import asides, changes, told
+    from legato.advice import asides, changes, to_try, told
     from legato.ingest.jobs import import_jobs
     from legato.ingest.names import Transfers
     from legato.ingest.source import in_folders
@@ -79,6 +81,8 @@ def advise(
     for number, advice in enumerate(found, 1):
         for part in told(advice, changed if number == len(found) else ()):
             say(part) if isinstance(part, str) else print_text(part, part.heads[0])
+        for line in to_try(advice):
+            say(line)
         for line in asides(advice):
             note(line)
     if output is not None:
@@ -108,21 +112,24 @@ def _summary(advice: Advice) -> dict[str, Any]:
 
 
 def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
-    from legato.advice import COUNTED, asides, told
+    from legato.advice import COUNTED, asides, headline, told
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    sections = [
-        ModelReport(
+    def section(job: Imported, advice: Advice) -> ModelReport:
+        verdict = headline(advice)
+        said = told(advice, changed if advice is found[-1] else ())
+        return ModelReport(
             advice.name,
             job.workload,
             advice.cluster,
             timelines=advice.timelines or tuple(t for t in [job.timeline] if t is not None),
             plans=advice.plans,
-            told=told(advice, changed if advice is found[-1] else ()),
+            told=tuple(part for part in said if part != verdict),
             asides=asides(advice),
+            verdict=verdict,
+            code=advice.code,
             computation=COUNTED,
         )
-        for job, advice in zip(jobs, found, strict=True)
-    ]
-    write_report(output, Report(tuple(sections)))
+
+    write_report(output, Report(tuple(map(section, jobs, found))))

@@ -31,7 +31,7 @@ class Chosen:
     """What is imported of the traces."""
 
     name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
-    rank: int | None = setting(None, "Rank to import.", show_default="the lowest")
+    rank: int | None = setting(None, "Rank to import.", show_default="the one that takes longest; chakra: the lowest")
     step: str | None = setting(None, "Step to import.", show_default="the one of median length")
     idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
     batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)

@@ -152,11 +152,11 @@ class ModelReport(msgspec.Struct, frozen=True):
     measured one is one iteration of many: `measured` has the times to compare.
     `advice` is one plain sentence. `told` is what a command has said, in tables and
     lines, and `asides` what it said beside; the page then says nothing of its own
-    about which plan is best. `computation` says what the times of the workload's ops
-    include besides computation. With `points`, the page
-    draws time over memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job,
-    of which the headline tells the first. `plans` say which tensors are in the messages
-    of the timeline that has the plan's scheduler as its name.
+    about which plan is best. `verdict` is its first sentence, and `code` the lines to
+    try. `computation` says what the times of the workload's ops include besides computation. With `points`, the page
+    draws time over memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole
+    job, of which the headline tells the first. `plans` say which tensors are in the messages of the timeline that has
+    the plan's scheduler as its name.
     """
 
     name: str
@@ -169,6 +169,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     measured: Measurement | None = None
     told: tuple[TextTable | str, ...] = ()
     asides: tuple[str, ...] = ()
+    verdict: str = ""
+    code: str = ""
     computation: str = ""
     points: tuple[MemoryPoint, ...] = ()
     breakdowns: tuple[BreakdownChart, ...] = ()

@@ -111,6 +111,13 @@
   for (const button of document.querySelectorAll("table.sortable th button")) {
     button.addEventListener("click", () => sort(button));
   }
+  for (const button of document.querySelectorAll(".code button")) {
+    button.addEventListener("click", () => {
+      const code = button.parentElement.querySelector("pre");
+      getSelection().selectAllChildren(code);  // a browser that lets no page copy lets its user
+      navigator.clipboard?.writeText(code.textContent).then(() => { button.textContent = "Copied"; }, () => {});
+    });
+  }
   for (const box of document.querySelectorAll(".finder")) search(box);
   for (const box of document.querySelectorAll("[data-filter]")) filter(box);
   for (const div of divs) {

@@ -35,7 +35,8 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
-        "headline": [] if model.told else headline(table, model.name),
+        "headline": _verdict(model.verdict) if model.told else headline(table, model.name),
+        "code": model.code,
         "bound": "" if model.told else bound_sentence(table),
         "facts": "" if model.told else _facts(model),
         "advice": model.advice,
@@ -68,6 +69,12 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     return part
 
 
+def _verdict(sentence: str) -> list[tuple[str, bool]]:
+    """What a command has found as a headline: what stands before the first colon is bold."""
+    first, colon, rest = sentence.partition(":")
+    return [(first + colon, True), (rest, False)] if sentence else []
+
+
 def _worker_note(timelines: Sequence[Timeline]) -> str:
     """Says for how many workers the drawn one stands, and where the others are."""
     workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
@@ -75,7 +82,7 @@ def _worker_note(timelines: Sequence[Timeline]) -> str:
         alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
     notes = [f"The worker that is shown is one of {alike:,} that do the same at the same time."] if alike > 1 else []
     if workers > 1:
-        notes.append(f"Only the first of {workers} workers is shown; `legato trace` shows all of them.")
+        notes.append(f"Only the first of {workers} workers is shown; the command legato trace shows all of them.")
     return " ".join(notes)
 
 

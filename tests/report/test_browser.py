@@ -11,7 +11,7 @@ from support import PATIENCE_S
 from support.report_samples import EVIL, breakdown_report, evil_report, model, sweep_rows
 
 from legato.report.html import write_report
-from legato.report.model import Report
+from legato.report.model import ModelReport, Report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: the page is not opened in a browser")
@@ -213,6 +213,21 @@ def test_it_fits_a_wide_window_and_is_light(answers):
 def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, profile):
     dark = "--blink-settings=preferredColorScheme=0"
     check_layout(ask(report, LAYOUT, profile, 700, dark), 700, "rgb(26, 32, 41)")
+
+
+def test_a_verdict_is_the_headline_and_a_click_takes_its_code(tmp_path, profile):
+    code = "groups = [\n    ['a<b>'],\n]"
+    page = tmp_path / "verdict.html"
+    said = ModelReport("job", told=("Told.",), verdict="Predicted to win 12%: legato.", code=code)
+    write_report(page, Report((said,)))
+    found = ask(
+        page,
+        """(() => { document.querySelector(".code button").click();
+        return [document.querySelector(".headline").innerText, document.querySelector(".headline strong").innerText,
+                getSelection().toString()]; })()""",
+        profile,
+    )
+    assert found == ["Predicted to win 12%: legato.", "Predicted to win 12%:", code]
 
 
 def test_zooming_one_timeline_zooms_all(answers):

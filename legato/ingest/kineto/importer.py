@@ -34,6 +34,7 @@ __all__ = ["Graph", "import_kineto"]
 _MOST_EVENTS = 400_000
 #: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
 _ROUNDING_S = 1e-12
+_DIGITS = 10
 
 
 class Graph(Protocol):
@@ -61,7 +62,8 @@ def import_kineto(
     """Import the traces of one or more ranks of one job.
 
     `step` is the name or number of a step (default: the one of median length);
-    the workload is the computation of `rank` (default: the lowest); `known` is
+    the workload is the computation of `rank` (default: the one that takes
+    longest without waiting for late ranks, by its median step); `known` is
     what is known to move data between devices (default: the table). Raises
     `FileError` for a file that is not a profiler trace, and `InputError` for
     ranks or steps that do not exist.
@@ -69,26 +71,35 @@ def import_kineto(
     notes, known = Notes(), known or Transfers()
     readings = iter(_readings(paths, progress))
     traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
-    chosen = _chosen(traces, rank)
+    first = _first(traces, rank)
     marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
-    wanted = _wanted(marked[chosen], step, traces[chosen])
+    wanted = _wanted(marked[first], step, traces[first])
     steps_of: dict[int, dict[str, TracedStep]] = {}
-    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
+
+    def read(r: int) -> dict[str, TracedStep]:
         graph = (graphs or {}).get(traces[r].path)
-        found = _steps(traces[r], marked[r], wanted, graph, known, notes, next(readings))
+        return _steps(traces[r], marked[r], wanted, graph, known, notes, next(readings, None))
+
+    for r in [first, *(r for r in sorted(traces) if r != first)]:
+        found = read(r)
         wanted = [interval for interval in wanted if interval.name in found]
-        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+        steps_of[r] = {n: s if r == first else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
     for marks in traces.values():
         _note_repairs(marks, notes)
     every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
+    trimmed = [{r: trim(s) for r, s in steps.items()} for steps in every]
+    measures = [
+        {r: _measure(r, s, waits) for r, s in steps.items()} for steps, waits in zip(trimmed, waits_known, strict=True)
+    ]
+    chosen = _longest(measures) if rank is None else rank
+    if chosen != first:  # its events are needed now; those of all ranks at a time might not fit into memory
+        again = read(chosen)
+        for steps in (*every, *trimmed):
+            steps[chosen] = replace(steps[chosen], trace=again[steps[chosen].interval.name].trace)
     middle = statistics.median_low(steps[chosen].length_s for steps in every)
     number = next(k for k, steps in enumerate(every) if steps[chosen].length_s == middle)
-    untrimmed, whole = [steps[chosen] for steps in every], every[number]
-    every = [{r: trim(s) for r, s in steps.items()} for steps in every]
-    measures = [
-        {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
-    ]
+    untrimmed, whole, every = [steps[chosen] for steps in every], every[number], trimmed
     steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
     for kernel, seconds in mine.suspected.items():
         said = f"{one_line(kernel, 60)} looks like a transfer, and is counted as computing"
@@ -98,7 +109,7 @@ def import_kineto(
         mine = replace(mine, ops=tuple(graph.dependencies(mine, notes)))
     else:
         notes.lacks("data dependencies between ops", "each op needs the one before it")
-    title = name or _title(mine.trace.marks.path)
+    title = name or _title(traces[first].path)
     sent = gradients(mine, notes)
     workload, lacking = _workload(title, mine, sent, notes, keep_idle)
     others = (
@@ -266,10 +277,18 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     return found
 
 
-def _chosen(traces: dict[int, Marks], rank: int | None) -> int:
+def _first(traces: dict[int, Marks], rank: int | None) -> int:
+    """The rank whose steps count: others need to have them."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
+
+
+def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
+    """The rank whose median step takes longest if it waits for no late rank, the lowest of several."""
+    return max(
+        sorted(measures[0]), key=lambda r: round(statistics.median(step[r].undelayed_s for step in measures), _DIGITS)
+    )
 
 
 def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
