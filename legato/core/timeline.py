@@ -55,7 +55,8 @@ class Timeline(
     """One iteration of training, predicted by a simulation or measured.
 
     The metrics are those of TicTac and Caramel, for the first worker:
-    communication time N, computation time C, iteration time T (seconds). Time
+    communication time N, computation time C, iteration time T (seconds). Overlap
+    leaves out when neither runs, which TicTac's coefficient takes off. Time
     in which several messages are in flight counts once; so does time in which
     several ops run. `members` has (worker, number of workers with its times,
     itself included) for those that stand for others. `job` and `network` say in
@@ -139,8 +140,8 @@ class Timeline(
 
     @property
     def overlap(self) -> float:
-        """Overlap coefficient alpha = (N + C - T) / min(N, C); 0 if nothing can overlap."""
-        return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
+        """The share of what could overlap that does: of the lesser of N and C, the part in which both run."""
+        return overlap(self._covered(communication=True), self._covered(communication=False))
 
     @property
     def utilization(self) -> float:
@@ -152,6 +153,16 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
     """Return alpha = (N + C - T) / min(N, C) of times in seconds (TicTac, section 3.2); 0 if nothing can overlap."""
     least = min(communication_s, computation_s)
     return (communication_s + computation_s - iteration_s) / least if least > 0 else 0.0
+
+
+def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
+    """The share of what could overlap that does, of disjoint intervals: 0 if nothing can.
+
+    It is TicTac's coefficient alpha where one of the two always runs, and never below 0 or above 1.
+    """
+    n, c = _length(communication), _length(computation)
+    either = _length(merge_intervals([*communication, *computation]))
+    return overlap_coefficient(n, c, min(either, n + c))
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -166,7 +177,7 @@ def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[floa
     return merged
 
 
-def _length(intervals: list[tuple[float, float]]) -> float:
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
     return math.fsum(end - start for start, end in intervals)
 
 

@@ -36,9 +36,8 @@ _HELP = {
     "predicted above bound": "How far the predicted iteration time is above a bound that no plan with such messages "
     "can beat.",
     "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
-    "overlap": "The overlap coefficient (N + C - T) / min(N, C), with N seconds of communication and C seconds of "
-    "computation in an iteration of T seconds: 100% when the shorter of the two is hidden behind the other one, below "
-    "0% when the device also waits for its host.",
+    "overlap": "The time in which communication and computation both run, over the lesser of the two: 100% when the "
+    "shorter one is hidden behind the other one.",
     "utilization": "The share of the iteration in which the worker computes.",
     "planning time": "The time that planning took.",
 }
@@ -223,7 +222,10 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
         *_time_columns(table),
         ("predicted above bound", [share_cell(e.gap, signed=True) for e in table]),
         ("rounded", [share_cell(e.rounded) for e in table]),
-        (of_basis.format("overlap"), [table_cell(_overlap(e.overlap), e.overlap) for e in based]),
+        (
+            of_basis.format("overlap"),
+            [share_cell(e.overlap) for e in based],
+        ),
         (of_basis.format("utilization"), [share_cell(e.utilization) for e in based]),
         (
             "messages",
@@ -262,11 +264,6 @@ def _quartiles_cell(e: Entry) -> dict[str, Any]:
 def _error_cell(e: Entry) -> dict[str, Any]:
     off = e.predicted_s / e.measured_s - 1 if e.predicted_s is not None and e.measured_s else None
     return table_cell("" if off is None else percent(off, signed=True), None if off is None else abs(off))
-
-
-def _overlap(share: float | None) -> str:
-    """The overlap in percent; far below zero, where the device mostly waits for its host, the number says nothing."""
-    return "" if share is None else "below -100%" if share < -1 else percent(share)
 
 
 def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, Any]]]:

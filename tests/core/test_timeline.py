@@ -25,7 +25,7 @@ def metrics(t):
 @pytest.mark.parametrize(
     ("what", "iteration_s", "compute", "messages", "expected"),
     [
-        # (N, C, exposed, alpha = (N + C - T) / min(N, C), U = C / T)
+        # (N, C, exposed, overlap = both / min(N, C), U = C / T)
         ("one after the other", 5.0, [(0, 3)], [(3, 5)], (2, 3, 2, 0.0, 0.6)),
         ("side by side", 3.0, [(0, 3)], [(0, 2)], (2, 3, 0, 1.0, 1.0)),
         ("the network is longer", 4.0, [(0, 1)], [(0, 4)], (4, 1, 3, 1.0, 0.25)),
@@ -35,7 +35,9 @@ def metrics(t):
         ("one message inside another", 5.0, [(0, 3)], [(2, 5), (3, 4)], (3, 3, 2, 1 / 3, 0.6)),
         ("nothing to send", 2.0, [(0, 1), (1, 2)], [], (0, 2, 0, 0.0, 1.0)),
         ("nothing to compute", 2.0, [], [(0, 2)], (2, 0, 2, 0.0, 0.0)),
-        ("an idle start", 5.0, [(1, 3)], [(3, 5)], (2, 2, 2, -0.5, 0.4)),
+        ("an idle start", 5.0, [(1, 3)], [(3, 5)], (2, 2, 2, 0.0, 0.4)),
+        ("half hidden, and idle", 9.0, [(1, 3), (6, 7)], [(2, 4)], (2, 3, 1, 0.5, 1 / 3)),
+        ("in flight for longer than an iteration", 3.0, [(0, 3)], [(-2, 3)], (5, 3, 2, 1.0, 1.0)),
         ("spans of no length", 1.0, [(0, 1), (1, 1)], [(0.5, 0.5)], (0, 1, 0, 0.0, 1.0)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -69,12 +71,13 @@ def test_metrics_agree_with_counting_moments(compute, messages):
 
     c, n = moments(compute), moments(messages)
     assert t.computation_s == len(c) and t.communication_s == len(n) and t.exposed_comm_s == len(n - c)
+    assert t.overlap == pytest.approx(len(c & n) / min(len(c), len(n)) if c and n else 0.0)
     # Where the worker either computes or waits for the network, T = C + exposed, and U is the papers' formula.
     if c and n:
         busy = Timeline("t", "predicted", float(len(c | n)), t.spans)
         rho = len(n) / len(c)
         assert busy.utilization == pytest.approx(1 / (1 + rho - busy.overlap * min(rho, 1)))
-        assert 0 <= busy.overlap <= 1
+        assert busy.overlap == pytest.approx((len(n) + len(c) - busy.iteration_s) / min(len(n), len(c)))
 
 
 @given(intervals)

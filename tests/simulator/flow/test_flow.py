@@ -327,6 +327,20 @@ def test_sums_go_out_when_they_are_complete(name):
         assert distributed.start_s == pytest.approx(reduced.end_s)
 
 
+def test_overlap_is_a_share_where_iterations_overlap_each_other():
+    """Without a barrier, a slow worker's messages are in flight for longer than an iteration takes."""
+    scale = (*[1.0] * 7, 2.0)
+    net = Network(workers=8, bandwidth_bps=100 * KILOBYTE_A_SECOND, jitter=0.5, compute_scale=scale, seed=3)
+    free = fabric("multicast+aggregation", barrier=False)
+    found = simulate_flow(layered(), None, free, net, iterations=4)
+    assert (
+        0
+        <= found.overlap
+        <= 1
+        < (found.communication_s + found.computation_s - found.last_s) / min(found.communication_s, found.computation_s)
+    )
+
+
 def test_jitter_lets_no_worker_compute_for_more_than_its_time():
     """Metrics are of one and the same iteration, where the last one takes longer or shorter than the mean."""
     for seed, name in enumerate(name for name, one in FABRICS.items() if not one.servers):

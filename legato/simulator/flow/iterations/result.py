@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from legato.core.errors import InputError
 from legato.core.plan import Plan
-from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
+from legato.core.timeline import Span, Timeline, merge_intervals, overlap
 from legato.core.workload import Workload
 from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Fabric
@@ -271,9 +272,11 @@ class FlowResult:
     @property
     def communication_s(self) -> float:
         """N: seconds in which a message of worker 0 is in flight."""
+        return float(sum(end - start for start, end in self._in_flight()))
+
+    def _in_flight(self) -> list[tuple[float, float]]:
         way = self.messages
-        spans = merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
-        return float(sum(end - start for start, end in spans))
+        return merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
 
     @property
     def computation_s(self) -> float:
@@ -297,8 +300,10 @@ class FlowResult:
 
     @property
     def overlap(self) -> float:
-        """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 if nothing can overlap."""
-        return overlap_coefficient(self.communication_s, self.computation_s, self.last_s)
+        """The share of what could overlap that does, of worker 0's messages and ops in the last iteration."""
+        times = [self.compute.op_times(half, self.iterations - 1) for half in ("forward", "backward")]
+        spans = (zip(start[0].tolist(), end[0].tolist(), strict=True) for start, end in times)
+        return overlap(self._in_flight(), merge_intervals(chain.from_iterable(spans)))
 
     @property
     def utilization(self) -> float:
