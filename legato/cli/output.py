@@ -65,7 +65,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "agent_s": ("agent's pass", format_seconds),
     "num_messages": ("messages", str),
     "plan_s": ("planned in", format_seconds),
-    "speedup": ("speedup", lambda v: f"{v:.2f}x"),
+    "speedup": ("speedup over 1 server", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
 #: What is computed from an iteration time: from the predicted one where a row has it as `iteration_s`.

@@ -170,8 +170,9 @@ class _Column(NamedTuple):
     is_name: bool = False
 
 
-def _columns() -> list[_Column]:
+def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
     """The columns of the table, of which those are shown that tell rows apart."""
+    from legato.report.sweeps import over
 
     def of(axis: Axis) -> _Column:
         return _Column(axis.column, lambda row: axis.write(row.axes[axis.field]), type(axis.usual) is str)
@@ -183,7 +184,7 @@ def _columns() -> list[_Column]:
         of(SERVERS),
         _Column("scheduler", lambda row: row.scheduler, True),
         _Column("iteration", lambda row: "failed" if row.iteration_s is None else format_seconds(row.iteration_s)),
-        _Column("speedup", lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x"),
+        _Column(f"speedup {over(rows)}", lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x"),
         _Column("above bound", lambda row: "" if row.gap is None else percent(row.gap, signed=True)),
         _Column("utilization", lambda row: "" if row.utilization is None else percent(row.utilization)),
         _Column("faster with", lambda row: row.anomaly or ""),
@@ -235,7 +236,7 @@ def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None, output: Pa
     if len(shown) > _MOST_SHOWN:
         title += f" ({_MOST_SHOWN} shown)"
     table = Table(title=title, header_style="dim")
-    columns = [one for one in _columns() if _is_shown(one.head, {one.text(row) for row in rows} - {""})]
+    columns = [one for one in _columns(rows) if _is_shown(one.head, {one.text(row) for row in rows} - {""})]
     for one in columns:
         table.add_column(one.head, justify="left" if one.is_name else "right")
     for row in shown[:_MOST_SHOWN]:

@@ -92,7 +92,13 @@ def _same(typed: typer.Context, rows: Sequence[JobRow]) -> str:
 def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
     from legato.report.model import TextTable
 
-    heads = (*(["job"] if named else []), *(axis.column for axis in axes), "step", "speedup", "utilization")
+    heads = (
+        *(["job"] if named else []),
+        *(axis.column for axis in axes),
+        "step",
+        "speedup over the first",
+        "utilization",
+    )
     return TextTable(
         title, (*heads, "waits for"), tuple((*([row.job] if named else []), *_cells(row, axes)) for row in rows)
     )

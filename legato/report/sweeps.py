@@ -16,7 +16,7 @@ from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.model import SweepRow
 from legato.report.tables import bar_percent, factor, heads, table_cell
 
-__all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
+__all__ = ["draw_sweep", "over", "sweep_headline", "sweep_sections", "varying"]
 
 #: What a plot can have along its x axis (if it is a number); a number of servers is part of a line's name.
 _AXES = {axis.field: axis for axis in SWEPT if axis is not SERVERS}
@@ -42,14 +42,14 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
         drawn = []
         several = len({(row.fabric, row.scheduler) for row in mine}) > 1
         for x in [name for name in varying(mine) if not isinstance(_AXES[name].usual, str)] or [""]:
-            for y, caption in (("iteration_s", "Iteration time"), ("speedup", _over(mine))):
+            for y, caption in (("iteration_s", "Iteration time"), ("speedup", f"Speedup {over(mine)}")):
                 if y == "speedup" and not several:
                     continue
                 figure = draw_sweep(mine, x, y)
                 if any(trace["x"] for trace in figure["data"]):
                     figures[f"sweep-{number}-{x}-{y}"] = figure
-                    over = f" by {_AXES[x].title}" if x else ""
-                    drawn.append({"id": f"sweep-{number}-{x}-{y}", "caption": caption + over})
+                    by = f" by {_AXES[x].title}" if x else ""
+                    drawn.append({"id": f"sweep-{number}-{x}-{y}", "caption": caption + by})
         parts.append(
             {
                 "id": f"sweep-{number}",
@@ -64,11 +64,12 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
     return parts
 
 
-def _over(rows: Sequence[SweepRow]) -> str:
+def over(rows: Sequence[SweepRow]) -> str:
+    """What the speedups of these rows are over, in words."""
     first = rows[0]
     parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
     parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []
-    return f"Speedup over {', '.join(parts)}"
+    return f"over {', '.join(parts) or 'the first'}"
 
 
 def _facts(rows: Sequence[SweepRow]) -> str:
@@ -96,7 +97,7 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
         ("fabric", lambda r: r.fabric, lambda r: r.fabric),
         ("scheduler", lambda r: r.scheduler, lambda r: r.scheduler),
         *map(_column, SWEPT),
-        ("speedup", lambda r: r.speedup, lambda r: factor(r.speedup)),
+        (f"speedup {over(rows)}", lambda r: r.speedup, lambda r: factor(r.speedup)),
         ("above bound", lambda r: r.gap, lambda r: "" if r.gap is None else percent(r.gap, signed=True)),
         ("utilization", lambda r: r.utilization, lambda r: "" if r.utilization is None else percent(r.utilization)),
     ]
@@ -123,17 +124,27 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
             every.setdefault(_at(row, list(_AXES)), {})[_series(row)] = row
     if not every:
         return [("No cell has a result.", False)]
-    wins: dict[Key, list[SweepRow]] = {}
-    for found in every.values():
+    wins: dict[Key, dict[Key, SweepRow]] = {}  # line -> cluster -> row
+    for at, found in every.items():
         fastest_s = min(row.iteration_s or 0.0 for row in found.values())
         for key, row in found.items():
             if (row.iteration_s or 0.0) <= fastest_s * _SAME:
-                wins.setdefault(key, []).append(row)
+                wins.setdefault(key, {})[at] = row
     names = _names(rows)
-    first = max(wins, key=lambda key: (len(wins[key]), sum(row.speedup or 0.0 for row in wins[key])))
-    won, gain = len(wins[first]), max(row.speedup or 1.0 for row in wins[first])
+    first = max(wins, key=lambda key: (len(wins[key]), sum(row.speedup or 0.0 for row in wins[key].values())))
+    won, gain = len(wins[first]), max(row.speedup or 1.0 for row in wins[first].values())
+    alike = [key for key in wins if key != first and wins[key].keys() >= wins[first].keys()]
     where = "everywhere" if won == len(every) else f"on {won} of {len(every)} clusters"
-    words = [(names[first], True), (f" is the fastest {where}" if len(names) > 1 else " was simulated alone", False)]
+    if len(alike) + 1 == len(names) > 1 and won == len(every):
+        return [("All are as fast as each other", True), (f" {where}.", False)]
+    if alike:
+        others = names[alike[0]] if len(alike) == 1 else f"{len(alike)} others"
+        words = [(f"{names[first]} and {others}", True), (f" are the fastest {where}, as fast as each other", False)]
+    else:
+        words = [
+            (names[first], True),
+            (f" is the fastest {where}" if len(names) > 1 else " was simulated alone", False),
+        ]
     if gain > 1.005 and first != _series(rows[0]):
         words += [(", up to ", False), (f"{gain:.3g}x as fast as {names[_series(rows[0])]}", True)]
     return [*words, (".", False)]

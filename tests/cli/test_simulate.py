@@ -77,6 +77,8 @@ def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys,
     assert simulated == ["ring"] and ring["speedup"] is None
     status, out, _ = run(capsys, "simulate", workload, "--fabric", "ring", "--workers", 2**20)
     assert status == 0 and "speedup" not in out
+    status, out, _ = run(capsys, "simulate", workload, "--fabric", "ring")
+    assert status == 0 and "speedup over 1 server" in out
 
 
 def test_a_timeline_says_for_how_many_workers_it_is(capsys, workload, tmp_path):

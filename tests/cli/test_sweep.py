@@ -41,6 +41,7 @@ def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tm
     output, report = tmp_path / f"s.{suffix}", tmp_path / "s.html"
     status, out, err = run(capsys, "sweep", workload, *GRID, "-o", output, "--report", report)
     assert status == 0 and "12 rows" in err and "parameter-server" in out
+    assert "speedup over ring" in out
     rows = pq.read_table(output).to_pylist() if suffix == "parquet" else rows_of(output)
     assert len(rows) == 12 and "<html" in report.read_text()
     before = output.with_name(f"s.{suffix}.cells.jsonl").read_bytes()

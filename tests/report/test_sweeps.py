@@ -67,6 +67,24 @@ def test_a_section_has_four_plots_and_all_sweep_rows(one_is_wrong):
     assert ("1 failed" in part["facts"]) == one_is_wrong
 
 
+def test_a_tie_has_no_winner():
+    def said(rows):
+        return "".join(text for text, _ in sweep_headline(rows))
+
+    def all_like(names):
+        return [msgspec.structs.replace(row, fabric=n) for n in names for row in sweep_rows(fabrics=("x", "ring"))[4:]]
+
+    slow, fast = sweep_rows()[:4], all_like(("tree", "ring"))
+    assert said([*slow, *fast]).startswith("tree and ring are the fastest everywhere, as fast as each other, up to 8x")
+    assert said([*slow, *all_like("abc")]).startswith("a and 2 others are the fastest everywhere")
+    assert said(fast) == "All are as fast as each other everywhere."
+
+
+def test_speedups_say_what_they_are_over():
+    table = sweep_sections(sweep_rows(), {})[0]["table"]
+    assert "speedup over parameter-server" in [head["text"] for head in table["heads"]]
+
+
 def test_failed_sweeps_and_strange_names_are_pages_too():
     failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error=EVIL) for row in sweep_rows(name=EVIL)]
     page = render(Report(sweep=tuple(failed)))
