@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -65,6 +66,8 @@ DRAWN = (
 )
 #: A layer's forward and backward pass in less time may be bound by the host.
 _SMALL_S = 5e-3
+#: Steps that differ by a smaller share take as long.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -226,38 +229,48 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     given, fidelity = typed.params, typed.params["fidelity"]
     refuse_others(typed, _OF_SIMULATE | {"json", *OF_NETWORK, "output"})
     job = replace(job, machine=links(typed, job.machine))
+    quiet = None
     if fidelity == "flow":
-        step, where = _simulate_links(typed, job)
+        step, quiet, where = _simulate_links(typed, job)
     else:
         refuse_network(typed, "output")
-        step, where = predict(job), ""
+        step, where = predict(job), f", {fidelity} fidelity"
     if given["json"]:
-        print_json(values(step))
+        print_json(values(step) | ({} if quiet is None else {"undisturbed_s": quiet.seconds}))
         return
     for caveat in caveats(step):
         note(caveat)
-    table = Table("of the step", title=f"{described(job)}{where}, {fidelity} fidelity", header_style="dim")
-    table.add_column("predicted", justify="right")
-    table.add_column("share", justify="right")
+    table = Table("of the step", title=f"{described(job)}{where}", header_style="dim")
+    for head in ("undisturbed", "predicted", "share") if quiet else ("predicted", "share"):
+        table.add_column(head, justify="right")
     for kind, seconds in step.parts.items():
-        if seconds:
-            table.add_row(kind, format_seconds(seconds), percent(seconds / step.seconds))
-    table.add_row("step", format_seconds(step.seconds), percent(1.0), style="bold green")
+        before = [format_seconds(quiet.parts[kind])] if quiet else []
+        if seconds or (quiet and quiet.parts[kind]):
+            table.add_row(kind, *before, format_seconds(seconds), percent(seconds / step.seconds))
+    before = [format_seconds(quiet.seconds)] if quiet else []
+    table.add_row("step", *before, format_seconds(step.seconds), percent(1.0), style="bold green")
     print_table(table)
+    if quiet and abs(step.seconds - quiet.seconds) <= _ROUNDING * step.seconds:
+        note(f"{typed.params['disturb']}: costs nothing; the step takes as long undisturbed")
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
     if given["output"] is not None:
         note(f"timeline of the lanes that differ -> {given['output']}")
 
 
-def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, str]:
-    """The step on the network of the options, and that network in words; writes the timeline."""
+def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, Step | None, str]:
+    """The step on the network of the options, the same undisturbed if it is disturbed, and all that in words.
+
+    Writes the timeline.
+    """
     from legato.whole_jobs.flow.step import simulate
 
     network, words = network_given(typed, job.machine, job.mesh.workers)
-    found = simulate(job, network)
+    found, quiet = simulate(job, network), None
+    if network.disturbances:
+        quiet = simulate(job, dataclasses.replace(network, disturbances=()), lane=found.lane).step
     if (output := typed.params["output"]) is not None:
         files.write(output, found.timeline(words.removeprefix(", ")))
-    return found.step, words
+    return found.step, quiet, f"{words}, flow fidelity: the busiest, GPU {found.worker:,}"
 
 
 def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 from support.command import run
@@ -216,6 +217,23 @@ def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
     assert [float(row["step_s"]) for row in written] == [cell["step_s"] for cell in cells]
     status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes)
     assert "4 cells, 3.6 Tbit/s inside hosts, collective fidelity" in out and "800 Gbit/s" in out and "1.00x" in out
+
+
+def test_a_slow_link_is_beside_the_same_gpu_undisturbed(tmp_path, capsys):
+    """Its stage computes less than the other one, and waits longer: it is named, and its own figures stand beside."""
+    path = tmp_path / "j.json"
+    layout = ("--pipeline", 2, "--data", 16, "--microbatches", 8, "--split", "12,20", "--shard", "gradients")
+    assert run(capsys, "workload", "llama-3-8b", *layout, "-o", path)[0] == 0
+    status, out, err = run(capsys, "simulate", path, "--disturb", "link:0:200:0")
+    assert status == 0 and int(re.search("flow fidelity: the busiest, GPU ([0-9]+)", out)[1]) < 16
+    assert "costs nothing" not in err
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.count("│") > 3]
+    cells = {kind: (before, now) for _, kind, before, now, *_ in rows}
+    assert cells["computing"][0] == cells["computing"][1] and cells["data"][0] != cells["data"][1]
+    status, out, err = run(capsys, "simulate", path, "--disturb", "link:0:fails:0:1us")
+    assert status == 0 and "link:0:fails:0:1us: costs nothing" in err and "the busiest, GPU 16" in out
+    found = json.loads(run(capsys, "simulate", path, "--disturb", "link:0:fails:0:1us", "--json")[1])
+    assert found["undisturbed_s"] == pytest.approx(found["step_s"])
 
 
 def test_jobs_are_swept_link_by_link_and_go_on_from_there(small, capsys, tmp_path):

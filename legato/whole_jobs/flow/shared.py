@@ -160,7 +160,7 @@ class _Shared:
             mean,
             {part: seconds - before[part] for part, seconds in mean.parts.items()},
             tuple(map(seconds_of, beside[0])),
-            FlowStep(replace(mean, seconds=seconds_of(longest)), made, longest),
+            FlowStep(replace(mean, seconds=seconds_of(longest)), made, longest, lane),
         )
 
     def _free(self, j: int, quotient: Quotient, counts: list[int]) -> Steps:

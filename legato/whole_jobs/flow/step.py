@@ -34,11 +34,21 @@ _KINDS: dict[str, SpanKind] = {
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """A step, and the lanes that were simulated: one for each class of workers that are alike."""
+    """A step, and the lanes that were simulated: one for each class of workers that are alike.
+
+    The parts of the step are those of the busiest worker of the `lane` of the program.
+    """
 
     step: Step
     program: Program
     lanes: list[LaneTimes]
+    lane: int
+
+    @property
+    def worker(self) -> int:
+        """The first of the workers whose parts the step has."""
+        of_lane = (one for one in self.lanes if one.lane == self.lane)
+        return int(max(of_lane, key=lambda one: _busy_s(self.program, one)).workers[0])
 
     def timeline(self, network: str = "") -> Timeline:
         """The lanes to look at, `network` in words: of each stage, those that are done last; all if these are few.
@@ -95,20 +105,21 @@ def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **
     )
 
 
-def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
+def simulate(job: Job, network: Network, *, lane: int | None = None, alike: bool = True) -> FlowStep:
     """Simulate a step on a network of `network_of`; without `alike`, every worker (for tests).
 
-    Of the busiest worker: it computes, waits for each kind of communication from the moment at which all have started
-    it, and else is idle. As in `predict`, `pipeline` is by how much longer the step takes than without a pipeline's
-    sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and `TooLargeError`
-    on too many workers that are not alike.
+    Of the busiest worker (of a lane of the program, if one is given): it computes, waits for each kind of
+    communication from the moment at which all have started it, and else is idle. As in `predict`, `pipeline` is by
+    how much longer the step takes than without a pipeline's sends, and the bubble is what else it is idle. Raises
+    `InputError` if the network has no room, and `TooLargeError` on too many workers that are not alike.
     """
     _check_room(network, job.mesh.workers)
     made = program(job)
     quotient = Quotient(made, job.machine, network, alike=alike)
     lanes, sends = run(quotient), sends_of(made)
     free = [run(quotient, sends)] if sends else []
-    return FlowStep(mean_step(job, made, [lanes], free, busiest(made, [lanes])), made, lanes)
+    lane = busiest(made, [lanes]) if lane is None else lane
+    return FlowStep(mean_step(job, made, [lanes], free, lane), made, lanes, lane)
 
 
 def seconds_of(lanes: Sequence[LaneTimes]) -> float:
@@ -123,8 +134,7 @@ def sends_of(made: Program) -> set[int]:
 
 def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
     """The lane of the worker that computes and waits for communication the longest in one of these steps."""
-    every = [(lane.lane, *_of_worker(made, lane)) for lanes in steps for lane in lanes]
-    return max(every, key=lambda one: one[1] + sum(one[2].values()))[0]
+    return max((lane for lanes in steps for lane in lanes), key=lambda lane: _busy_s(made, lane)).lane
 
 
 def mean_step(
@@ -182,6 +192,11 @@ def _check_room(network: Network, workers: int) -> None:
     for one in network.disturbances:
         if one.kind in ("link", "compute") and one.number >= workers:
             raise InputError(f"{one.kind}: {one.number} (expected 0 to {workers - 1})")
+
+
+def _busy_s(made: Program, lane: LaneTimes) -> float:
+    computing_s, exposed_s = _of_worker(made, lane)
+    return computing_s + sum(exposed_s.values())
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
