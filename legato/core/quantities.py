@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from decimal import Context
+from decimal import Context, Decimal
 
 from legato.core.errors import InputError
 
@@ -30,21 +30,21 @@ _EXACT = Context(prec=60, traps=[])
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
-def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: str) -> float:
+def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: str) -> Decimal:
     match = _QUANTITY.fullmatch(text)
     if match:
         number, unit = match.groups()
         scale = units.get(unit.lower() or bare or "")
         if scale is not None:
-            value = float(_EXACT.multiply(_EXACT.create_decimal(number), _EXACT.create_decimal(repr(scale))))
-            if math.isfinite(value):
+            value = _EXACT.multiply(_EXACT.create_decimal(number), _EXACT.create_decimal(repr(scale)))
+            if math.isfinite(float(value)):
                 return value
     raise InputError(f"{text!r} is not {expected}")
 
 
 def parse_bandwidth(text: str) -> float:
     """Return bits per second for `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten). Raises `InputError`."""
-    value = _parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit")
+    value = float(_parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit"))
     if value <= 0:
         raise InputError(f"{text!r} is not a bandwidth above zero")
     if not _SLOWEST_BPS <= value <= _FASTEST_BPS:
@@ -56,7 +56,7 @@ def parse_seconds(text: str) -> float:
     """Return seconds for `30us`, `500ns`, `1.5ms`, `2s`, or `0` without a unit. Raises `InputError`."""
     if text.strip() == "0":
         return 0.0
-    value = _parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s")
+    value = float(_parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s"))
     if value > _LONGEST_S:
         raise InputError(f"{text!r} is not a time of at most {_LONGEST_S:.0e}s")
     return value
@@ -72,7 +72,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_flops(text: str) -> float:
     """Return floating-point operations per second for `10T`, `312TFLOPS`, `900G`. Raises `InputError`."""
-    value = _parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)")
+    value = float(_parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)"))
     if value <= 0:
         raise InputError(f"{text!r} is not a speed above zero")
     return value

@@ -453,7 +453,7 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
 
 
 def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
-    """The first row that is nearly as fast as the fastest one within a memory.
+    """The first row that is nearly as fast as the fastest one within a memory, and the first of all or clearly faster.
 
     Raises `InputError` if the memory is too small for every row.
     """
@@ -465,7 +465,9 @@ def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
             f"{least.name})"
         )
     fastest_s = min(rows[k].seconds for k in fitting)
-    return next(k for k in fitting if rows[k].seconds <= fastest_s * (1 + SAME))
+    usual_s = rows[0].seconds / (1 + SAME) if 0 in fitting else math.inf
+    most_s = [min(fastest_s * (1 + SAME), usual_s) if k else fastest_s * (1 + SAME) for k in fitting]
+    return next(k for k, most in zip(fitting, most_s, strict=True) if rows[k].seconds <= most)
 
 
 def _as_good(row: Row, other: Row) -> bool:

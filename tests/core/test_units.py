@@ -58,6 +58,17 @@ def test_a_time_is_the_float_that_is_written_in_seconds(number, unit):
     assert parse_seconds(f"{number}{unit[0]}") == float(f"{number}e{unit[1]}")
 
 
+@given(st.decimals("0.001", 999, places=3), st.sampled_from([("kbit", 3), ("Mbps", 6), ("Gbit/s", 9), ("Tbit", 12)]))
+def test_a_bandwidth_is_the_float_that_is_written_in_bits(number, unit):
+    assert parse_bandwidth(f"{number}{unit[0]}") == float(f"{number}e{unit[1]}")
+
+
+@given(st.integers(0, 2**70), st.sampled_from([("", 1), ("kB", 1000), ("MiB", 2**20), ("GiB", 2**30)]))
+def test_a_size_is_exact(number, unit):
+    """More bytes than a float tells apart, too."""
+    assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
