@@ -237,6 +237,7 @@ def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
         if problem := first_said(problem, group):
             attached.say(f"no plan could be made: {problem}")
         else:
+            attached.say("the network is measured")
             sizes = sizes_up_to(sum(p.nbytes for p in parameters.values()))
             cluster = calibrate(group, sizes=sizes, compute=compute).cluster
             chosen = _contestants(attached, workload, cluster, shard, wire) if workload else []
@@ -249,6 +250,7 @@ def _contestants(
     attached: Attachment, workload: Workload, cluster: Cluster, shard: Shard, wire: Rounding
 ) -> list[Plan]:
     """The plans to try, the simplest first; none if planning fails."""
+    attached.say(f"an all-reduce takes {cluster.cost()}; plans are made, for at most {PLANNING_S:.0f} s")
     try:
         workload = _undisturbed(workload, _buckets(attached.parameters), cluster)
         found = _planned(Contest(workload, cluster, shard, wire, overlap=bool(attached.optimizers)))
@@ -257,7 +259,7 @@ def _contestants(
         return []
     most = most_steps(len(found), sum(op.duration_s for op in workload.ops))
     names = ", ".join(plan.scheduler for plan in found)
-    attached.say(f"an all-reduce takes {cluster.cost()}; these take turns for at most {most} steps: {names}")
+    attached.say(f"these plans take turns for at most {most} steps: {names}")
     return found
 
 

@@ -1,6 +1,7 @@
 """`plan="auto"`: the plan comes from the training's own first steps, none lost or run twice."""
 
 import io
+import re
 from contextlib import redirect_stderr
 
 import pytest
@@ -294,8 +295,11 @@ def test_what_legato_cannot_do_it_undoes():
     with redirect_stderr(io.StringIO()) as said:
         trained = as_by_ddp(run)
     assert attachment(trained).plan.scheduler == "ddp"
-    assert said.getvalue().splitlines() == (dist.get_rank() == 0) * [
+    lines = [re.sub("takes .*;", "takes ...;", line) for line in said.getvalue().splitlines()]
+    assert lines == (dist.get_rank() == 0) * [
         "legato: 12 steps are observed; then the network is measured, and plans are made and tried",
+        "legato: the network is measured",
+        "legato: an all-reduce takes ...; plans are made, for at most 300 s",
         "legato: no plan could be made: ZeroDivisionError: no",
         "legato: DDP's own passes stay",
     ]

@@ -1,5 +1,6 @@
 """Plans that take turns, by a clock that the tests set."""
 
+import itertools
 import random
 
 import pytest
@@ -62,6 +63,20 @@ def test_turns_alternate_and_begin_with_untimed_steps():
     first = [name for name in names for _ in range(FIRST_UNTIMED + FEWEST_STEPS)]
     later = [name for name in (*names[::-1], *names, *names[::-1]) for _ in range(UNTIMED + FEWEST_STEPS)]
     assert used == ["ddp"] * (UNTIMED + FEWEST_STEPS) + first + later
+
+
+def test_after_each_round_it_is_known_how_many_steps_may_come():
+    clock, left = Clock(), {}
+    tournament = Tournament(PLANS, lambda numbers: [numbers], clock)
+    steps = 0
+    while tournament.goes_on:
+        left.setdefault(tournament.rounds, steps + tournament.most_left)
+        clock.time_s += {"ddp": 1.0, "few": 2.0, "many": 1.0, "most": 2.0}[tournament.plan.scheduler]
+        tournament.step_ended()
+        steps += 1
+    assert list(left) == list(range(tournament.rounds)) and tournament.rounds >= FEWEST_ROUNDS
+    assert all(later <= sooner for sooner, later in itertools.pairwise(list(left.values())[1:]))
+    assert min(left.values()) >= steps
 
 
 def test_of_equals_the_first_wins_and_the_tournament_is_short():

@@ -125,6 +125,7 @@ class Attachment:
         #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
+        self._told_rounds = 0
         self._hooks = [
             ddp.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
             ddp.register_forward_hook(Hook(self._forward_failed, self), prepend=True, always_call=True),
@@ -681,13 +682,20 @@ class Attachment:
             self.observer.updates_end()
 
     def _end_tournament(self) -> None:
-        """Stay with the plan of a tournament that is over, and say what was measured."""
-        if self._tournament is None or self._tournament.goes_on:
+        """Say after each round what was measured, and stay with the plan of a tournament that is over."""
+        if self._tournament is None:
             return
-        self.tournament, self._tournament = self._tournament.measured, None
+        measured = self._tournament.measured
         found = ", ".join(
-            f"{name} {format_seconds(m.seconds)} +- {format_seconds(m.scatter)}" for name, m in self.tournament.items()
+            f"{name} {format_seconds(m.seconds)} +- {format_seconds(m.scatter)}" for name, m in measured.items()
         )
+        if self._tournament.goes_on:
+            if self._tournament.rounds > self._told_rounds:
+                self._told_rounds = self._tournament.rounds
+                left = f"at most {self._tournament.most_left} steps to go"
+                self.say(f"round {self._told_rounds} of turns is over, {left} (median step of each: {found})")
+            return
+        self.tournament, self._tournament, self._told_rounds = measured, None, 0
         which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
         fastest = min(self.tournament, key=lambda name: self.tournament[name].seconds, default=self._plan.scheduler)
         why = "" if fastest == self._plan.scheduler else f"; {fastest} is not faster by more than the scatter"

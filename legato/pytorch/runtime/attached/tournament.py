@@ -58,6 +58,8 @@ class Tournament:
         self._rounds: list[list[float]] = [[] for _ in plans]  # seconds per step of each plan, round by round
         self._contestants = list(range(len(plans)))
         self._steps = FEWEST_STEPS
+        #: How many rounds are over.
+        self.rounds = 0
         self._played = self._play()
         #: Whether there are turns to come.
         self.goes_on = next(self._played, False)
@@ -65,6 +67,11 @@ class Tournament:
     def step_ended(self) -> None:
         """Call this after the first backward pass that sends of each step, on all ranks."""
         self.goes_on = next(self._played, False)
+
+    @property
+    def most_left(self) -> int:
+        """How many steps may be to come."""
+        return (MOST_ROUNDS - self.rounds) * len(self._contestants) * (self._steps + UNTIMED)
 
     @property
     def measured(self) -> dict[str, Measured]:
@@ -87,7 +94,8 @@ class Tournament:
             for i in list(order):
                 untimed = UNTIMED if number else FIRST_UNTIMED
                 self._rounds[i].append((yield from self._turn(self.plans[i], untimed)))
-            if number + 1 >= FEWEST_ROUNDS:
+            self.rounds = number + 1
+            if self.rounds >= FEWEST_ROUNDS:
                 self._contestants = [i for i in self._contestants if min(self._ratios(i)) <= 1 + SAME]
                 if max(self._ratios(self._contestants[0])) <= 1 + 2 * SAME:
                     break
