@@ -64,6 +64,10 @@ def simulate(
 ) -> None:
     """Simulate one iteration on parameter servers, with help from switches, and on collectives.
 
+    Switches that are sold to add up gradients (SHARP, NCCL's CollNet) are the fabric sharp: no server, sums inside
+    hosts first, message by message. The fabrics multicast, aggregation and multicast+aggregation are parameter servers
+    that switches help, as in the Network Operator Edition: all gradients cross a server's link, with a barrier.
+
     Speedups are over one parameter server without help from switches; beyond a million pushes to it, there
     are speedups only if it is one of the fabrics, and none where a second server is disturbed. A measured cluster's
     bandwidth and latency are those that explain the measured cost of its default collective.

@@ -9,7 +9,7 @@ from support.flows import ALPHA, BETA, BYTES, CLOSED_FORMS, COMPUTE, MANY, M, ho
 
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
-from legato.core.workload import Op, Workload
+from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
 from legato.simulator.flow.iterations.run import compile_flow
 
@@ -93,6 +93,7 @@ PER_WORKER = {
     "multicast": lambda n: (1, 1),
     "aggregation": lambda n: (1, 1),
     "multicast+aggregation": lambda n: (1, 1),
+    "sharp": lambda n: (1, 1),
 }
 
 
@@ -250,3 +251,48 @@ def test_store_and_forward_switches_cost_a_transfer_more():
 def test_wrong_input_is_named(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+def all_reduce_s(name, nbytes=4 * 10**9, message_bytes=None, **options):
+    """One message alone, through the flow simulator."""
+    job = Workload("m", (Op("f", "forward", 0.0), Op("b", "backward", 0.0, (0,))), (Tensor("w", nbytes, 1, (0,)),))
+    one = fabric(name, message_bytes=message_bytes, in_flight=None)
+    return simulate_flow(job, None, one, Network(**options), iterations=1, keep_transfers=False).iteration_s
+
+
+def test_switches_add_up_at_the_rate_of_the_cards():
+    """By hand: 3/4 M in each of two rings inside hosts of four, and M/4 once over each card, each way at once."""
+    links = {"local_bandwidth_bps": 8e11, "bandwidth_bps": 8e10, "cut_through": True, "latency_s": 0.0}
+    for hosts in (2, 4, 8):
+        found = all_reduce_s("sharp", workers=4 * hosts, gpus_per_host=4, **links)
+        assert found == pytest.approx(4e9 * 8 * (2 * 3 / 4 / 8e11 + 1 / 4 / 8e10))
+
+
+def test_links_between_racks_carry_a_sum_once_however_many_hosts_there_are():
+    """At 8:1, a rack of n hosts has links as fast as n / 8 cards above it."""
+    more = {"racks": 2, "balance": "spray", "cut_through": True, "latency_s": 0.0, "bandwidth_bps": 8e10}
+    for workers in (16, 32):
+        once = 4e9 * 8 / 8e10
+        above = 8 / (workers / 2)
+        assert all_reduce_s("sharp", workers=workers, oversubscription=8.0, **more) == pytest.approx(
+            once * max(1, above)
+        )
+
+
+#: NCCL on DGX A100, eight cards of 200 Gbit/s a host (about 20 GB/s each), by its authors: github.com/NVIDIA/nccl,
+#: issue 320 with SHARP (80 GB/s of gradients with four cards; 160 with eight, of which NVLink leaves 110), issue 812
+#: without it (192 GB/s x n / 2(n - 1)).
+PUBLISHED = [
+    ("sharp", 4, 1e16, None, 80.0),
+    ("sharp", 8, 1e16, None, 160.0),
+    ("sharp", 8, 8 * 230e9, 2**24, 110.0),
+    ("hierarchical", 8, 1e16, None, 192 * 32 / 62),
+]
+
+
+@pytest.mark.parametrize(("name", "cards", "local_bps", "message_bytes", "published"), PUBLISHED)
+def test_published_numbers_with_switches_that_add_up_and_without(name, cards, local_bps, message_bytes, published):
+    hosts = {"workers": 32, "gpus_per_host": 8, "gpus_per_card": 8 // cards, "local_bandwidth_bps": local_bps}
+    links = {"bandwidth_bps": 8 * 20e9, "latency_s": 5e-6, "cut_through": True}
+    found = 4 * 2**30 / all_reduce_s(name, 4 * 2**30, message_bytes, **hosts, **links) / 1e9
+    assert found == pytest.approx(published, rel=0.1)

@@ -12,6 +12,7 @@ from legato.simulator.flow.fabrics.hierarchical import Hierarchical
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fabrics.ring import Ring
 from legato.simulator.flow.fabrics.servers import Servers
+from legato.simulator.flow.fabrics.sharp import Sharp
 from legato.simulator.flow.fabrics.shuffle import Shuffle
 from legato.simulator.flow.fabrics.tree import Tree
 
@@ -34,6 +35,7 @@ FABRICS: dict[str, Fabric] = {
     "tree": Tree(),
     "shuffle": Shuffle(),
     "hierarchical": Hierarchical(),
+    "sharp": Sharp(),
 }
 
 

@@ -21,7 +21,7 @@ from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 from legato.simulator.flow.network.topology import Topology
 
-__all__ = ["Hierarchical"]
+__all__ = ["Hierarchical", "around"]
 
 #: The most workers of a host, behind one network card, where the network says nothing of hosts.
 _WORKERS_PER_HOST = 8
@@ -52,15 +52,15 @@ class Hierarchical(Collective):
         return half, half
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        part = _around(topology, fragments, ready, local=True, adds=True)
-        return _around(topology, fragments, part, local=False, adds=True)
+        part = around(topology, fragments, ready, local=True, adds=True)
+        return around(topology, fragments, part, local=False, adds=True)
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        part = _around(topology, fragments, held, local=False, adds=False)
-        return _around(topology, fragments, part, local=True, adds=False)
+        part = around(topology, fragments, held, local=False, adds=False)
+        return around(topology, fragments, part, local=True, adds=False)
 
 
-def _around(topology: Topology, fragments: Fragments, ready: Ids, *, local: bool, adds: bool) -> Ids:
+def around(topology: Topology, fragments: Fragments, ready: Ids, *, local: bool, adds: bool) -> Ids:
     """Reduce-scatter or all-gather in rings: inside each host, or between hosts for each part."""
     ranks, gpus = topology.ranks, topology.shape.gpus
     first, hosts = ranks // gpus * gpus, topology.workers // gpus

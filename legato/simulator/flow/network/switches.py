@@ -263,6 +263,23 @@ class Switches:
             hops[1:1] = [np.where(from_pod != to_pod, link, NO_LINK) for link in across]
         return np.where((here != there)[..., None], np.stack(hops, axis=-1), NO_LINK)
 
+    def climb(self, leaf: Links, choice: ArrayLike) -> Links:
+        """[..., host, hop]: the links from leaves [..., host] up to the switch that is above all of them.
+
+        The tree is the one of the path number `choice`; NO_LINK where it is lower. Links down have the next numbers.
+        """
+        leaves, pods, spines, _, _ = self._tiers
+        if self.one or not spines:
+            return np.empty((*leaf.shape, 0), np.int64)
+        choice = np.broadcast_to(np.asarray(choice)[..., None], leaf.shape)
+        hops, parts = [self.up_link(leaf, choice % spines)], [leaf]
+        if pods > 1:
+            pod = leaf // (leaves // pods)
+            hops.append(self.core_link(pod, choice % spines, choice // spines))
+            parts.append(pod)
+        apart = (part.min(axis=-1, keepdims=True) != part.max(axis=-1, keepdims=True) for part in parts)
+        return np.stack([np.where(far, hop, NO_LINK) for far, hop in zip(apart, hops, strict=True)], axis=-1)
+
 
 def _both_ways(up: Links) -> Links:
     """Links up and, with the next numbers, those down beside them."""

@@ -396,3 +396,39 @@ class Topology:
         first, last = self._tree(routes, nbytes, key, cut_through=cut_through)
         self._edges_once(after, first)
         return last[..., 0]
+
+    def add_up(self, workers: Hosts, nbytes: NDArray[np.float64], after: Ids, *, key: NDArray[np.int64]) -> Ids:
+        """Let switches add up what workers on several hosts send, and send the sum back to all of them, as it arrives.
+
+        Message [fragment, m] is that of the workers [m, host], which have cards of their own; worker i waits for
+        `after[..., i]`. Each link carries it once in each direction. Returns what ends when each has the sum.
+        """
+        self.graph.check_room(2 * after.size)
+        tree, hosts = np.arange(len(workers)), self.numbers[workers]
+        climbed = self.switches.climb(self._leaf[hosts], self.switches.choice(tree, tree))
+        up = [*np.moveaxis(np.where(climbed == NO_LINK, NO_LINK, climbed + 4 * self._hosts), -1, 0)]
+        down = [np.where(link == NO_LINK, NO_LINK, link + 1) for link in reversed(up)]
+        first, *others, last = (
+            self._merged(link, nbytes, key) for link in (self.out_link(hosts), *up, *down, self.in_link(hosts))
+        )
+        top = np.broadcast_to(self.graph.add(nbytes.shape)[..., None], first.shape)
+        before = first
+        for now in (*others[: len(up)], top, *others[len(up) :], last):
+            there = now >= 0
+            pairs = np.unique(before[there].astype(np.int64) << 32 | now[there])
+            self.graph.edge((pairs >> 32).astype(np.int32), pairs.astype(np.int32), cut_through=True)
+            before = np.where(there, now, before)
+        self.graph.edge(after, first)
+        return last
+
+    def _merged(self, link: Hosts, nbytes: NDArray[np.float64], key: NDArray[np.int64]) -> Ids:
+        """[fragment, m, host]: one service for all hosts whose message [fragment, m] takes a link; -1 for NO_LINK."""
+        shape = (*nbytes.shape, link.shape[-1])
+        links, there = np.broadcast_to(link, shape), np.broadcast_to(link >= 0, shape)
+        message = np.broadcast_to(np.arange(nbytes.size).reshape(*nbytes.shape, 1), shape)
+        ids = np.full(shape, -1, np.int32)
+        found, which = np.unique((message * self.num_links + links)[there], return_inverse=True)
+        message, link = np.divmod(found, self.num_links)
+        tag = self._tags(nbytes.shape).reshape(-1)[message]
+        ids[there] = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag)[which]
+        return ids

@@ -35,6 +35,7 @@ from legato.simulator.flow.engine.services import Ids, Services
 from legato.simulator.flow.fabrics import Fabric
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.hierarchical import Hierarchical
+from legato.simulator.flow.fabrics.sharp import Sharp
 from legato.simulator.flow.iterations.result import FlowResult, IterationTimes, iteration_end_s
 from legato.simulator.flow.iterations.run import Case, checked_plan, run_graph
 from legato.simulator.flow.iterations.unroll import Unrolled
@@ -131,9 +132,9 @@ class SharedJob:
         fabric = fabric_named(self.fabric)
         if isinstance(fabric, Hierarchical) and network.gpus_per_host == 1:
             raise InputError(f"{self.name}: hierarchical on a shared network (expected gpus_per_host above 1)")
-        if isinstance(fabric, Hierarchical) and not self._has_whole_hosts(network):
-            gpus = network.gpus_per_host
-            raise InputError(f"{self.name}: hierarchical on parts of hosts (expected all {gpus} GPUs of each host)")
+        if isinstance(fabric, Hierarchical | Sharp) and not self._has_whole_hosts(network):
+            name, gpus = type(fabric).__name__.lower(), network.gpus_per_host
+            raise InputError(f"{self.name}: {name} on parts of hosts (expected all {gpus} GPUs of each host)")
         plan = checked_plan(self.plan, self.workload, fabric)
         return Case([self.workload], plan, fabric, self.machines(network, number), 1, alike=False)
 

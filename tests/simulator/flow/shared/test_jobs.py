@@ -68,7 +68,7 @@ def test_a_job_alone_is_what_it_was(name, kind):
 
 
 @pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("name", some(FABRICS, list(FABRICS)[::3]))
+@pytest.mark.parametrize("name", some(FABRICS, [*list(FABRICS)[::3], "sharp"]))
 def test_jobs_that_share_nothing_are_alone(name, sharing):
     """On hosts of their own behind a switch that never blocks, and with servers of their own."""
     net = network(6, sharing=sharing, **hosts_of(2, name))
@@ -659,8 +659,9 @@ def test_impossible_values_are_refused():
     with pytest.raises(InputError, match="9 workers of jobs on 8 GPUs"):
         place([9], "packed", network(8, gpus_per_host=4))
     for hosts in ((0, 3), (0, 1, 2), (1, 0), (1, 2)):
-        with pytest.raises(InputError, match="a: hierarchical on parts of hosts"):
-            simulate_jobs([replace(A, fabric="hierarchical", hosts=hosts)], network(4, gpus_per_host=2))
+        for name in ("hierarchical", "sharp"):
+            with pytest.raises(InputError, match=f"a: {name} on parts of hosts"):
+                simulate_jobs([replace(A, fabric=name, hosts=hosts)], network(4, gpus_per_host=2))
 
 
 def test_what_is_too_large_is_refused_before_it_is_simulated(monkeypatch):

@@ -1,0 +1,54 @@
+"""Aggregation in switches as they are sold: SHARP (NVIDIA's, which NCCL uses as CollNet), without any server.
+
+The workers of each host reduce-scatter on the links to its inner switch, as in `hierarchical`. Then
+the l-th workers of all hosts send their part l up a tree of switches, which add up what arrives and
+send the sum back down, so that the card of a worker carries its part once in each direction, and a
+link between switches carries a part once, whatever the number of hosts. Switches forward bytes as
+they arrive. At the end the workers of each host all-gather. A host adds up before its card does,
+messages (DDP's buckets) follow each other, and no one waits for the gradients of a whole iteration:
+in these three it differs from the parameter server of the Network Operator Edition with
+`multicast+aggregation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from legato.simulator.flow.engine.services import Ids
+from legato.simulator.flow.fabrics.hierarchical import around
+from legato.simulator.flow.fabrics.protocol import Collective
+from legato.simulator.flow.fragments import Fragments
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Topology
+
+__all__ = ["Sharp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharp(Collective):
+    def symmetric(self, network: Network) -> bool:
+        """Hosts are alike behind one switch."""
+        return network.switches.one
+
+    def simulated(self, network: Network) -> int:
+        return network.gpus_per_host
+
+    def services(self, network: Network) -> tuple[int, int]:
+        inside = 2 * network.workers * (network.gpus_per_host - 1)
+        return inside + 2 * network.workers, inside
+
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        part, gpus = around(topology, fragments, ready, local=True, adds=True), topology.shape.gpus
+        same_place = np.reshape(topology.ranks, (-1, gpus)).T  # [place in its host, host]
+        shape = (len(part), gpus)
+        nbytes = np.broadcast_to(fragments.nbytes[:, None] / gpus, shape)
+        key = np.broadcast_to(fragments.order[:, None], shape)
+        summed = topology.add_up(same_place, nbytes, part[:, same_place], key=key)
+        held = np.empty_like(part)
+        held[:, same_place] = summed
+        return held
+
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
+        return around(topology, fragments, held, local=True, adds=False)
