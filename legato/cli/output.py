@@ -45,6 +45,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "fabric": ("fabric", str),
     "iteration_s": ("predicted", format_seconds),
     "undisturbed_s": ("undisturbed", format_seconds),
+    "longest_s": ("longest", format_seconds),
     "lost_s": ("lost", format_seconds),
     "propagated": ("propagated", lambda v: percent(v, 0)),
     "measured_s": ("measured", format_seconds),

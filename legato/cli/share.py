@@ -1,7 +1,8 @@
-"""`legato simulate --share`: several jobs on one network."""
+"""`legato simulate --share`: several jobs on one network; `legato sweep --share`: on several networks."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from legato.cli.axes import Given, Machines
 from legato.cli.options import Simulated, in_flight_words, make_folder, one_each, setting, timeline_paths, whole
 from legato.cli.output import note, note_unseen, print_json, print_table, progress
 from legato.core import files
+from legato.core.axes import BY_NAME, NETWORK
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.quantities import parse_seconds
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from legato.simulator.flow import Network, Phases, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
-__all__ = ["JobOptions", "simulate_shared"]
+__all__ = ["JobOptions", "simulate_shared", "sweep_shared"]
+
+#: A cell takes a second or more.
+_MOST_CELLS = 1000
 
 #: The priorities that Crux would give.
 BY_INTENSITY = "intensity"
@@ -120,6 +125,62 @@ def simulate_shared(
     print_table(_table(", ".join(words), rows), keys=2)
     if phases is not None:
         print_table(_drifts(phases))
+
+
+def sweep_shared(
+    workloads: Sequence[Workload],
+    what: Simulated,
+    given: Given,
+    options: dict[str, Any],
+    placement: Placement,
+    json: bool,
+) -> None:
+    """Simulate a mix of jobs on every combination of networks, and print a row for each; `--workers` are the jobs'."""
+    from legato.simulator.flow import SharedNetwork
+    from legato.simulator.flow.shared.jobs import ITERATIONS
+    from legato.simulator.flow.shared.placement import check_taken, num_hosts
+    from legato.sweep.grid import network_of
+
+    if what.fidelity == "collective":
+        raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+    default = BY_NAME["workers"].usual
+    workers = [n or default for n in one_each("workers", given.axes["workers"], len(workloads), whole, default)]
+    axes = {field: values for field, values in given.several().items() if field not in ("workers", "servers")}
+    cells = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+    if len(cells) > _MOST_CELLS:
+        raise InputError(f"{len(cells):,} networks (expected at most {_MOST_CELLS:,})")
+    how, found = JobOptions(share=True, hosts=placement), []
+    with progress("sweeping") as advance:
+        for done, values in enumerate(cells):
+            advance(done, len(cells))
+            in_a_host = max(1, values["gpus_per_host"])
+            number = in_a_host * num_hosts(workers, placement, in_a_host)
+            network = network_of(values | {"workers": number, "servers": 1})
+            jobs = _jobs(workloads, workers, network, what, how, options)
+            check_taken({host for job in jobs for host in job.hosts}, network)
+            shared = SharedNetwork(jobs, network, iterations=what.iterations or ITERATIONS)
+            ((row, *_), _) = _rows(shared, how, [0] * len(jobs))
+            found.append(values | {key: value for key, value in row.items() if key != "case"})
+    if json:
+        print_json(found)
+        return
+    swept = [axis for axis in NETWORK if len(axes.get(axis.field, ())) > 1]
+    same = [
+        axis.say(axis.write(cells[0][axis.field]))
+        for axis in NETWORK
+        if axis.words and axis not in swept and axis.field in axes and cells[0][axis.field] != axis.usual
+    ]
+    title = [f"{count(len(workloads), 'job')} on {count(len(cells), 'network')}", *same, placement]
+    table = Table(title=", ".join(title), header_style="dim")
+    names = [f"{job['job']} on {job['workers']}" for job in found[0]["jobs"]]
+    for head in [*(axis.column for axis in swept), *names, "slowdown", "computing"]:
+        table.add_column(head, justify="right")
+    for row in found:
+        each = ["starves" if job["iteration_s"] is None else format_seconds(job["iteration_s"]) for job in row["jobs"]]
+        slowdown = "starves" if row["slowdown"] is None else _slowdown(row["slowdown"])
+        texts = [axis.write(row[axis.field]) for axis in swept]
+        table.add_row(*texts, *each, slowdown, percent(row["utilization"]))
+    print_table(table, keys=max(1, len(swept)))
 
 
 def _network(jobs: int, given: Given, how: JobOptions) -> tuple[list[int], Machines, Network]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -83,10 +84,6 @@ def simulate(
     """
     if what.plan is not None and what.scheduler is not None:
         raise InputError("--plan and --scheduler: give one or the other")
-    if network.axes["disturb"] is not None and not jobs.share and what.iterations not in (None, 1):
-        raise InputError(
-            f"--iterations: {what.iterations} (expected 1 with --disturb, whose times count from its start)"
-        )
     plans = [] if what.plan is None else [Path(path) for path in split(str(what.plan))] if jobs.share else [what.plan]
     for written in timeline_paths(output, len(workloads)) if output is not None and jobs.share else [output]:
         keep_apart([*workloads, *plans, *([] if network.file is None else [network.file])], output=written)
@@ -151,6 +148,9 @@ def _simulate(
     words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"{what.fidelity} fidelity"]
     words += in_flight_words(chosen.values()) if what.fidelity == "flow" else []
     print_rows(", ".join(words), rows)
+    free = [row["fabric"] for row in rows if row.get("undisturbed_s") == row["iteration_s"]]
+    if free and network.disturbed:
+        note(f"{given.axes['disturb']}: costs nothing with {', '.join(free)}; iterations take as long undisturbed")
     if output is not None:
         shown = len({span.worker for span in timeline.spans})
         drawn = f" ({shown} of {count(number, 'worker')})" if what.fidelity == "flow" and shown < number else ""
@@ -222,10 +222,11 @@ def _rows(
             rows.append({**row, "simulate_s": took_s - compiled_s})
             results.append(found)
             if chosen[name] == baseline and plan == plain:
-                baseline_s = found.iteration_s
+                baseline_s = row["iteration_s"]
         if baseline_s is None and with_baseline:
             with contextlib.suppress(TooLargeError):
-                baseline_s = run(BASELINE, baseline, plain)[0].iteration_s
+                found, more = run(BASELINE, baseline, plain)
+                baseline_s = more.get("iteration_s", found.iteration_s)
     if (compiled_s := _compiled_s() - began_s) > 0:
         note(f"the simulator was compiled in {format_seconds(compiled_s)}, once")
     if baseline_s is not None:
@@ -248,8 +249,8 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
     from legato.simulator.flow.iterations.run import check_flow
 
     job = jobs[0] if len(jobs) == 1 else jobs
-    if network.disturbances:  # a factor of 1 among them, so that both times are of the first iteration
-        iterations = 1
+    if network.disturbances:  # a factor of 1 among them, so that both times are of the same iterations
+        iterations = iterations or 1
 
     def check(name: str, fabric: Fabric, plan: Plan) -> None:
         try:
@@ -262,10 +263,14 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
         if not network.disturbances:
             return result, {}
         quiet = replace(network, disturbances=())
-        quiet_s = simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).iteration_s
-        lost_s = network.lost_s(result.iteration_s, fabric.host_shape(network))
-        propagated = (result.iteration_s - quiet_s) / lost_s if lost_s > 0 else None
-        return result, {"undisturbed_s": quiet_s, "lost_s": lost_s, "propagated": propagated}
+        ends_s = result.end_s.tolist()
+        quiet_s = float(simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).end_s[-1])
+        lost_s = network.lost_s(ends_s[-1], fabric.host_shape(network))
+        propagated = (ends_s[-1] - quiet_s) / lost_s if lost_s > 0 else None
+        each_s = [end - before for before, end in itertools.pairwise([0.0, *ends_s])]
+        more = {"longest_s": max(each_s)} if len(each_s) > 1 else {}
+        means_s = {"iteration_s": ends_s[-1] / len(each_s), "undisturbed_s": quiet_s / len(each_s)}
+        return result, {**means_s, **more, "lost_s": lost_s, "propagated": propagated}
 
     return check, run
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.table import Table
@@ -19,6 +19,7 @@ from legato.cli.options import (
     Interrupted,
     Iterations,
     Json,
+    Simulated,
     check_file,
     in_flight_words,
     keep_apart,
@@ -26,11 +27,13 @@ from legato.cli.options import (
     split,
 )
 from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.share import sweep_shared
 from legato.cli.sweep_jobs import axes_of_jobs, show_jobs
 from legato.cli.whole_jobs import jobs_of
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
 from legato.core.cluster import SEND_S
+from legato.core.errors import InputError
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
@@ -51,6 +54,15 @@ class Cells:
     scheduler: str = setting("plain", f"{SCHEDULER_HELP} plain sends one message per tensor.")
     fidelity: Fidelity = "flow"
     iterations: Iterations = None
+    share: bool = setting(
+        False,
+        "Let the workloads be jobs that share each network. Then --workers, --fabric and --scheduler take one value for"
+        " all jobs, or one for each.",
+        "--share",
+    )
+    hosts: Literal["packed", "spread", "random", "together"] | None = setting(
+        None, "Hosts of jobs that share a network, as in legato simulate.", show_default="packed"
+    )
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,8 @@ def sweep(
     fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the measured cost of
     its default collective.
 
+    With --share, the workloads are a mix of jobs on one network, and a row per network has the iteration of each.
+
     Whole jobs, as legato workload --tensor writes them, are swept over --bandwidth, --local-bandwidth and
     --gpus-per-host, and, at flow fidelity, over networks.
 
@@ -112,8 +126,17 @@ def sweep(
         show_jobs(typed, named, found)
         return
     check_file("output", output, *_SUFFIXES)
+    read = tuple(files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True))
+    if cells.share:
+        if output is not None or report is not None or network.axes["servers"] is not None:
+            raise InputError("--share: no --output, --report and --servers in a sweep (expected --json for the rows)")
+        what = Simulated(cells.fabric, cells.fidelity, cells.iterations, cells.scheduler)
+        sweep_shared(read, what, network, options, cells.hosts or "packed", json)
+        return
+    if cells.hosts is not None:
+        raise InputError("--hosts: means nothing for one job (expected --share)")
     grid = Grid(
-        workloads=tuple(files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)),
+        workloads=read,
         fabrics=tuple(fabric_names(cells.fidelity) if cells.fabric == "all" else split(cells.fabric)),
         schedulers=tuple(split(cells.scheduler)),
         fidelity=cells.fidelity,

@@ -51,6 +51,36 @@ def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tm
     assert "finished cells" not in err
 
 
+def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys, workload):
+    """Spread over two racks, whose links above are as fast as the hosts', half as fast, and a quarter."""
+    mix = (workload, workload, "--share", "--workers", "4,2", "--fabric", "ring", "--hosts", "spread", "--racks", 2)
+    more = ("--iterations", 5, "--spines", 1, "--oversubscription")
+    status, out, _ = run(capsys, "sweep", *mix, *more, "1,2,4", "--json")
+    found = json.loads(out)
+    assert status == 0 and [row["oversubscription"] for row in found] == [1, 2, 4]
+    for row in found:
+        (case,) = json.loads(run(capsys, "simulate", *mix, *more, row["oversubscription"], "--json")[1])["cases"]
+        assert row["jobs"] == case["jobs"] and row["slowdown"] == case["slowdown"]
+    assert len({row["utilization"] for row in found}) == 3
+    status, out, _ = run(capsys, "sweep", *mix, *more, "2,4")
+    assert status == 0 and "2 jobs on 2 networks" in out and "2:1" in out and "4:1" in out and "computing" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--share", "-o", "x.csv"), "no --output, --report and --servers in a sweep"),
+        (("--share", "--workers", "1,2,3"), "3 values for 2 jobs"),
+        (("--share", "--fabric", "all"), "'all' (expected, with --share, one fabric for all jobs, or one each)"),
+        (("--share", "--fidelity", "collective"), "means nothing at collective fidelity"),
+        (("--hosts", "spread"), "--hosts: means nothing for one job (expected --share)"),
+    ],
+)
+def test_a_mix_that_makes_no_sense_gets_one_line(capsys, workload, options, words):
+    status, _, err = run(capsys, "sweep", workload, workload, *options)
+    assert status == 2 and words in err and len(err.splitlines()) == 1
+
+
 def test_disturbances_are_an_axis(capsys, workload, tmp_path):
     """5 MB in a ring of 4 take 6 ms on 10 Gbit/s after 20 ms of the backward pass; link 3 fails then for 1 ms."""
     output, report = tmp_path / "s.csv", tmp_path / "s.html"
