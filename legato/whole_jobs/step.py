@@ -15,7 +15,7 @@ from legato.whole_jobs.stages import Tail, is_away, passes, sent_nbytes, tail
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 
-__all__ = ["Step", "floor_s", "predict"]
+__all__ = ["Step", "beyond_rounding", "floor_s", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,11 @@ class Step:
         return min(sum(work.computing_s for work in layer.layer(self.job, mixture)) for mixture in kinds)
 
 
+def beyond_rounding(seconds: float, step_s: float) -> float:
+    """These seconds of a step, or 0 if they are so few that only rounding leaves them."""
+    return seconds if abs(seconds) > 1e-12 * step_s else 0.0
+
+
 class _Costs(NamedTuple):
     """Of the passes of one micro-batch through a stage."""
 
@@ -81,7 +86,7 @@ def predict(job: Job) -> Step:
     own = max(works, key=lambda one: one.total_s)
     exposed_s = {kind: own.of(kind) for kind in KINDS}
     exposed_s["pipeline"] += max(ends) - max(free)
-    bubble_s = max(free) - own.total_s
+    bubble_s = beyond_rounding(max(free) - own.total_s, max(ends))
     return Step(
         job,
         max(ends),

@@ -261,3 +261,10 @@ def test_named_frameworks_and_machines():
         framework_named("megatron")
     with pytest.raises(InputError, match="unknown machine 'h1000'"):
         machine_named("h1000")
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("data", [1, 3, 4])
+def test_a_stage_alone_has_no_bubble_that_rounding_leaves(tensor, data):
+    one = job(MODELS["llama-3-8b"], Mesh(tensor=tensor, data=data), machine=MACHINES["h100"], shard="optimizer")
+    assert predict(one).bubble_s == 0.0

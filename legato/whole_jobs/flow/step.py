@@ -20,7 +20,7 @@ from legato.whole_jobs.cost import KINDS
 from legato.whole_jobs.flow.programs import OPTIMIZER, program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import LaneTimes, run
-from legato.whole_jobs.step import Step, predict
+from legato.whole_jobs.step import Step, beyond_rounding, predict
 from legato.whole_jobs.traced import ProgramStep
 
 __all__ = ["FlowStep", "busiest", "mean_step", "network_of", "seconds_of", "sends_of", "simulate", "simulate_program"]
@@ -155,7 +155,7 @@ def mean_step(
         predict(job),
         seconds=seconds,
         computing_s=computing_s,
-        bubble_s=idle_s - exposed_s["pipeline"],
+        bubble_s=beyond_rounding(idle_s - exposed_s["pipeline"], seconds),
         exposed_s=exposed_s,
     )
 
