@@ -1,11 +1,11 @@
-"""What is planned is what is simulated: every scheduler on every fabric without servers, at flow fidelity.
+"""What is planned is what is simulated: every scheduler on every fabric without servers, transfer by transfer.
 
     python benchmarks/fabrics.py [--quick] [--any]
 
 Workloads are three small torch models that are captured here, and two of the zoo; each is planned for every fabric, on
 two networks and for 6 and 8 workers, and simulated with one message in flight, as the runtime sends them. The summary
 says where another scheduler is faster than legato, and by how much, and how far what legato predicts (collective
-fidelity) is from what the simulation finds (flow fidelity). Plans that compute in another order than the captured one
+fidelity) is from what the simulation finds (transfers). Plans that compute in another order than the captured one
 cannot be run; they have a line of their own. It ends with exit status 1 if another plan that can be run is more than
 0.5% faster, or a prediction more than 1% off. `--any` lets any number of messages be in flight, for comparison.
 """

@@ -5,8 +5,8 @@
 Four hosts (Linux namespaces with links of that bandwidth) carry out the programs of small jobs: they wait for as long
 as an action computes, and their groups exchange as many bytes as the job does, each group one communication after
 another, with gloo. So kinds of communication in different groups meet on the hosts' links, as in `legato simulate` of
-a job at flow fidelity. Links and latencies are measured first, alone. The table has the median of the rounds, and what
-is predicted for it with shared links, and with a network for each communication alone (at collective fidelity).
+a job by flows. Links and latencies are measured first, alone. The table has the median of the rounds, and what
+is predicted for it with shared links, and with a network for each communication alone (by formulas).
 """
 
 from __future__ import annotations

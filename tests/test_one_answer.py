@@ -51,8 +51,8 @@ def same(*answers):
 @pytest.mark.parametrize(
     ("fidelity", "fabric"),
     [
-        *(("collective", fabric) for fabric in ("ring", "tree", "shuffle", "parameter-server")),
-        *(pytest.param("flow", fabric, marks=pytest.mark.slow if "+" in fabric else ()) for fabric in FABRICS),
+        *(("formulas", fabric) for fabric in ("ring", "tree", "shuffle", "parameter-server")),
+        *(pytest.param("transfers", fabric, marks=pytest.mark.slow if "+" in fabric else ()) for fabric in FABRICS),
     ],
 )
 def test_a_step_on_a_fabric(ask, tmp_path, fidelity, fabric, reduce):
@@ -63,7 +63,7 @@ def test_a_step_on_a_fabric(ask, tmp_path, fidelity, fabric, reduce):
     arguments = [file, *network, "--fabric", fabric, "--fidelity", fidelity]
     servers = ["--servers", 2] if fabric == "parameter-server" else []
     answers = [ask(verb, *arguments, *servers)["iteration_s"] for verb in ("simulate", "sweep")]
-    if fidelity == "collective" and not servers:
+    if fidelity == "formulas" and not servers:
         cluster = legato.Cluster.derive(
             4, 10e9, 20e-6, reduce_s_per_byte=(5e-4 if reduce != "0s" else 0) / 2**20, collectives=[fabric]
         )
@@ -133,7 +133,7 @@ def test_a_fully_sharded_step(ask, tmp_path, gpus, bandwidth):
     links = ["--bandwidth", bandwidth]
     rows = ask("plan", workload, "--shard", "parameters", "--workers", gpus, "--machine", "h100", *links)
     (block,) = [row for row in rows if row["name"] == "by block"]
-    step = ask("simulate", job, "--fidelity", "collective", *links)
+    step = ask("simulate", job, "--fidelity", "formulas", *links)
     assert block["iteration_s"] == pytest.approx(step["step_s"] - step["exposed_s"]["optimizer"], rel=0.02)
 
 
@@ -146,7 +146,7 @@ def test_a_wrapping_as_a_program(ask, tmp_path, bandwidth):
     plan = ["plan", workload, "--shard", "parameters", "--workers", 32, "--machine", "h100", *network, *memory]
     (answer,) = [row for row in ask(*plan, "--program", program) if row["answer"]]
     steps = [
-        ask("simulate", program, *network, "--fidelity", name)["predicted"]["step_s"] for name in ("collective", "flow")
+        ask("simulate", program, *network, "--fidelity", name)["predicted"]["step_s"] for name in ("formulas", "flows")
     ]
     same(answer["iteration_s"], *steps)
 
@@ -154,7 +154,7 @@ def test_a_wrapping_as_a_program(ask, tmp_path, bandwidth):
 # ---- the step of a whole job -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fidelity", ["collective", "flow"])
+@pytest.mark.parametrize("fidelity", ["formulas", "flows"])
 def test_a_step_of_a_job(ask, tmp_path, fidelity):
     """`workload` that writes it, `simulate`, its cell in `sweep`, Python, and a job that has the network for itself."""
     file = tmp_path / "j.json"
@@ -162,13 +162,13 @@ def test_a_step_of_a_job(ask, tmp_path, fidelity):
     written = ask("workload", "llama-3-8b", *layout, "-o", file)
     bandwidth = ["--bandwidth", "400Gbit", "--fidelity", fidelity]
     job = legato.read(file, Job)
-    python = predict(job).seconds if fidelity == "collective" else simulate_links(job, network_of(job.machine, 16))
+    python = predict(job).seconds if fidelity == "formulas" else simulate_links(job, network_of(job.machine, 16))
     same(
         ask("simulate", file, *bandwidth)["step_s"],
         ask("simulate", file, "--fidelity", fidelity)["step_s"],
         ask("sweep", file, *bandwidth)["step_s"],
-        python if fidelity == "collective" else python.step.seconds,
-        *([written["step_s"]] if fidelity == "collective" else []),
+        python if fidelity == "formulas" else python.step.seconds,
+        *([written["step_s"]] if fidelity == "formulas" else []),
     )
 
 
@@ -176,7 +176,7 @@ def test_a_row_of_layouts(ask, tmp_path):
     """The fastest layout, written as a job, takes what its row says: time, memory and bytes."""
     file = tmp_path / "j.json"
     rows = ask("layouts", "llama-3-8b", "--gpus", 16, "--batch", 32, "--number", 3, "-o", file)
-    step = ask("simulate", file, "--fidelity", "collective")
+    step = ask("simulate", file, "--fidelity", "formulas")
     row = min(rows["layouts"] if isinstance(rows, dict) else rows, key=lambda row: row["step_s"])
     same(step["step_s"], row["step_s"])
     for part in step["memory_nbytes"]:
@@ -193,7 +193,7 @@ def test_the_time_of_a_plan(ask, tmp_path, scheduler):
     workload = zoo.workload("resnet-v1-50")
     legato.write(file, workload)
     row = ask("plan", file, *network, "--scheduler", scheduler, "--collective", "ring", "-o", plan)
-    formulas = [*network, "--fabric", "ring", "--fidelity", "collective"]
+    formulas = [*network, "--fabric", "ring", "--fidelity", "formulas"]
     cluster = legato.Cluster.derive(8, 10e9, 30e-6, collectives=["ring"])
     cell = ask("sweep", file, *formulas, "--scheduler", scheduler)
     same(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 import typer
 
+from legato.cli.output import note
 from legato.core.cluster import COLLECTIVES
 from legato.core.errors import FileError, InputError, LegatoError, missing_extra
 from legato.core.text import count
@@ -94,8 +95,14 @@ Wire = Annotated[
     ),
 ]
 Fidelity = Annotated[
-    Literal["flow", "collective"],
-    typer.Option(help="Simulate every transfer on every link (flow), or one shared resource, as planners do."),
+    Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
+    typer.Option(
+        help="Follow every transfer on every link (transfers; of whole jobs, flows that share links), or price each "
+        "message or collective alone, as planners do (formulas). The words of before, flow and collective, mean the "
+        "same.",
+        metavar="[formulas|transfers|flows]",
+        show_default="transfers; flows of whole jobs",
+    ),
 ]
 Iterations = Annotated[
     int | None,
@@ -104,6 +111,20 @@ Iterations = Annotated[
         show_default="1, or 3 where they differ; 30 where jobs share, 3 where whole ones do",
     ),
 ]
+
+
+def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
+    """The fidelity that was asked for, of what has `detailed` beside formulas. A word of before is noted.
+
+    Raises `InputError` on the detailed one of other things.
+    """
+    if given in ("collective", "flow"):
+        found = "formulas" if given == "collective" else detailed
+        note(f"--fidelity {given} is called {found} now")
+        return found
+    if given not in (None, "formulas", detailed):
+        raise InputError(f"--fidelity {given}: (expected formulas or {detailed} here)")
+    return given or detailed
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
@@ -116,7 +137,7 @@ class Simulated:
     """What is simulated on the network, beside workloads."""
 
     fabric: str = setting("all", FABRIC_HELP)
-    fidelity: Fidelity = "flow"
+    fidelity: Fidelity = None
     iterations: Iterations = None
     scheduler: str | None = setting(
         None, "Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"

@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import one_each, quantity, whole
+from legato.cli.options import fidelity_of, one_each, quantity, whole
 from legato.cli.output import note, print_json, print_table
 from legato.cli.whole_jobs import OF_NETWORK, is_given, links, network_given, refuse_network, refuse_others
 from legato.core import files
@@ -43,10 +43,10 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
     from legato.whole_jobs.traced import predict, repeated, replay
 
     refuse_others(typed, _USED | set(OF_NETWORK))
-    machine, fidelity = _machine(typed), typed.params["fidelity"]
+    machine, fidelity = _machine(typed), fidelity_of(typed.params["fidelity"], "flows")
     (workers,) = one_each("workers", typed.params["workers"], 1, whole, None)
     many = repeated(program, workers) if workers is not None and is_given(typed, "workers") else program
-    if fidelity == "flow":
+    if fidelity == "flows":
         from legato.whole_jobs.flow.step import simulate_program as simulate
 
         network, where = network_given(typed, machine, _workers(many))
@@ -74,7 +74,7 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
             f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
             "communications of the kind data"
         )
-    table = Table("of the step", title=f"{describe_program(many)}{where}, {fidelity} fidelity", header_style="dim")
+    table = Table("of the step", title=f"{describe_program(many)}{where}, by {fidelity}", header_style="dim")
     for head in [*(["as traced"] if traced else []), "predicted", "share"]:
         table.add_column(head, justify="right")
     for kind, seconds in _parts(step).items():

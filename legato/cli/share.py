@@ -94,8 +94,8 @@ def simulate_shared(
     from legato.simulator.flow.shared.placement import check_taken
 
     workers, machines, network = _network(len(workloads), given, how)
-    if what.fidelity == "collective":
-        raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+    if what.fidelity == "formulas":
+        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
     options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
     for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
         if how.best_shift and there:
@@ -120,7 +120,7 @@ def simulate_shared(
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
-    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.placement, "flow fidelity"]
+    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.placement, "by transfers"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
     print_table(_table(", ".join(words), rows), keys=2)
     if phases is not None:
@@ -141,8 +141,8 @@ def sweep_shared(
     from legato.simulator.flow.shared.placement import check_taken, num_hosts
     from legato.sweep.grid import network_of
 
-    if what.fidelity == "collective":
-        raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+    if what.fidelity == "formulas":
+        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
     default = BY_NAME["workers"].usual
     workers = [n or default for n in one_each("workers", given.axes["workers"], len(workloads), whole, default)]
     axes = {field: values for field, values in given.several().items() if field not in ("workers", "servers")}

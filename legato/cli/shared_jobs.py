@@ -11,7 +11,7 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import make_folder, one_each, timeline_paths
+from legato.cli.options import fidelity_of, make_folder, one_each, timeline_paths
 from legato.cli.output import note, note_unseen, print_json, print_table
 from legato.cli.whole_jobs import OF_NETWORK, caveats, links, network_given, refuse_others, values, waits
 from legato.core import files
@@ -43,8 +43,8 @@ def simulate_shared_jobs(typed: typer.Context, jobs: list[Job]) -> None:
     given = typed.params
     how: Placement = given["hosts"] or "packed"
     refuse_others(typed, _USED)
-    if given["fidelity"] == "collective":
-        raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+    if fidelity_of(given["fidelity"], "flows") == "formulas":
+        raise InputError("--share: means nothing by formulas (expected --fidelity flows)")
     if how == "together":
         raise InputError("--hosts: together (expected packed, spread or random: a GPU has one whole job)")
     jobs = [replace(job, machine=links(typed, job.machine)) for job in jobs]
@@ -70,7 +70,7 @@ def simulate_shared_jobs(typed: typer.Context, jobs: list[Job]) -> None:
         if jobs.index(jobs[j]) == j:
             for caveat in caveats(one.alone):
                 note(f"{name}: {caveat}")
-    title = f"{count(len(jobs), 'job')} on {network.workers:,} x {jobs[0].machine.name}{words}, {how}, flow fidelity"
+    title = f"{count(len(jobs), 'job')} on {network.workers:,} x {jobs[0].machine.name}{words}, {how}, by flows"
     print_table(_table(title, names, found, window_s))
 
 

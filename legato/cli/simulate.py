@@ -15,7 +15,17 @@ import msgspec
 import typer
 
 from legato.cli.axes import FabricOptions, Given, NetworkOptions
-from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, one_each, split, timeline_paths, whole
+from legato.cli.options import (
+    Json,
+    Simulated,
+    fidelity_of,
+    in_flight_words,
+    keep_apart,
+    one_each,
+    split,
+    timeline_paths,
+    whole,
+)
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.programs import program_of, simulate_program
 from legato.cli.share import JobOptions, simulate_shared
@@ -77,7 +87,7 @@ def simulate(
     that alone on the same hosts.
 
     A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
-    topology and the disturbances that are given here, or at collective fidelity; and so is a traced one, as legato
+    topology and the disturbances that are given here, or by formulas; and so is a traced one, as legato
     import --program writes it, also on more --workers. With --share, several whole jobs run on one network.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
@@ -98,8 +108,9 @@ def simulate(
         simulate_program(typed, program)
         return
     read = [files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)]
-    if what.fidelity == "collective" and options:
-        raise InputError(f"{min(options)}: means nothing at collective fidelity (expected --fidelity flow)")
+    what = replace(what, fidelity=fidelity_of(what.fidelity, "transfers"))
+    if what.fidelity == "formulas" and options:
+        raise InputError(f"{min(options)}: means nothing by formulas (expected --fidelity transfers)")
     if jobs.share:
         simulate_shared(read, what, network, options, jobs, output, json)
     else:
@@ -127,7 +138,7 @@ def _simulate(
     servers = given.axes["servers"]
     chosen = _fabrics(what.fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
     own = None if what.plan is None else files.read(what.plan, Plan)
-    if what.fidelity == "flow":
+    if what.fidelity == "transfers":
         check, run = _flow(jobs, network, what.iterations)
     else:
         check, run = None, _collective(jobs, network)
@@ -137,7 +148,7 @@ def _simulate(
     if check is not None:
         for name, plan in plans.items():
             check(name, chosen[name], plan)
-    costs_little = what.fidelity == "collective" or number * len(jobs[0].tensors) <= _MOST_BASELINE
+    costs_little = what.fidelity == "formulas" or number * len(jobs[0].tensors) <= _MOST_BASELINE
     rows, timeline = _rows(jobs[0], chosen, plans, run, with_baseline=costs_little and _fits_baseline(network))
     if output is not None:
         where = machines.describe_link(network)
@@ -145,15 +156,15 @@ def _simulate(
     if json:
         print_json(rows)
         return
-    words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"{what.fidelity} fidelity"]
-    words += in_flight_words(chosen.values()) if what.fidelity == "flow" else []
+    words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"by {what.fidelity}"]
+    words += in_flight_words(chosen.values()) if what.fidelity == "transfers" else []
     print_rows(", ".join(words), rows)
     free = [row["fabric"] for row in rows if row.get("undisturbed_s") == row["iteration_s"]]
     if free and network.disturbed:
         note(f"{given.axes['disturb']}: costs nothing with {', '.join(free)}; iterations take as long undisturbed")
     if output is not None:
         shown = len({span.worker for span in timeline.spans})
-        drawn = f" ({shown} of {count(number, 'worker')})" if what.fidelity == "flow" and shown < number else ""
+        drawn = f" ({shown} of {count(number, 'worker')})" if what.fidelity == "transfers" and shown < number else ""
         note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
 
 
@@ -280,12 +291,12 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
     from legato.simulator import collective
 
     if len(jobs) > 1 or not network.plain:
-        raise InputError("--fidelity collective: needs like hosts behind one switch (expected --fidelity flow)")
+        raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
 
     def run(name: str, fabric: Fabric, plan: Plan) -> tuple[Timeline, dict[str, Any]]:
         cluster = _cluster(name, fabric, network)
         if cluster is None:
-            raise InputError(f"--fidelity collective: {name!r} has no cost formula (expected --fidelity flow)")
+            raise InputError(f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)")
         if fabric.servers and (what := _beyond_servers(plan)):
             raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
         # At this fidelity a message names its collective, and the cluster has only one.
@@ -317,4 +328,4 @@ def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
     from legato.simulator.flow.network.network import PRICED_AS
     from legato.sweep.grid import fabric_names
 
-    return network.cluster(name, fabric.servers) if PRICED_AS.get(name, name) in fabric_names("collective") else None
+    return network.cluster(name, fabric.servers) if PRICED_AS.get(name, name) in fabric_names("formulas") else None

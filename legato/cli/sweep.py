@@ -21,6 +21,7 @@ from legato.cli.options import (
     Json,
     Simulated,
     check_file,
+    fidelity_of,
     in_flight_words,
     keep_apart,
     setting,
@@ -52,7 +53,7 @@ class Cells:
 
     fabric: str = setting("ring", FABRIC_HELP)
     scheduler: str = setting("plain", f"{SCHEDULER_HELP} plain sends one message per tensor.")
-    fidelity: Fidelity = "flow"
+    fidelity: Fidelity = None
     iterations: Iterations = None
     share: bool = setting(
         False,
@@ -105,7 +106,7 @@ def sweep(
     With --share, the workloads are a mix of jobs on one network, and a row per network has the iteration of each.
 
     Whole jobs, as legato workload --tensor writes them, are swept over --bandwidth, --local-bandwidth and
-    --gpus-per-host, and, at flow fidelity, over networks.
+    --gpus-per-host, and, by flows, over networks.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """
@@ -120,26 +121,28 @@ def sweep(
     check_file("report", report, ".html")
     check_backend(running.backend)
     if jobs := jobs_of(data, workloads):
+        typed.params["fidelity"] = fidelity = fidelity_of(cells.fidelity, "flows")
         named, axes = dict(zip(map(str, workloads), jobs, strict=True)), axes_of_jobs(typed, network)
         with _running(running, output or report) as how:
-            found = sweep_jobs(named, axes, cells.fidelity, **how)
+            found = sweep_jobs(named, axes, fidelity, **how)
         show_jobs(typed, named, found)
         return
     check_file("output", output, *_SUFFIXES)
+    fidelity = fidelity_of(cells.fidelity, "transfers")
     read = tuple(files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True))
     if cells.share:
         if output is not None or report is not None or network.axes["servers"] is not None:
             raise InputError("--share: no --output, --report and --servers in a sweep (expected --json for the rows)")
-        what = Simulated(cells.fabric, cells.fidelity, cells.iterations, cells.scheduler)
+        what = Simulated(cells.fabric, fidelity, cells.iterations, cells.scheduler)
         sweep_shared(read, what, network, options, cells.hosts or "packed", json)
         return
     if cells.hosts is not None:
         raise InputError("--hosts: means nothing for one job (expected --share)")
     grid = Grid(
         workloads=read,
-        fabrics=tuple(fabric_names(cells.fidelity) if cells.fabric == "all" else split(cells.fabric)),
+        fabrics=tuple(fabric_names(fidelity) if cells.fabric == "all" else split(cells.fabric)),
         schedulers=tuple(split(cells.scheduler)),
-        fidelity=cells.fidelity,
+        fidelity=fidelity,
         axes=network.several(),
         iterations=cells.iterations,
         options=options,
@@ -234,8 +237,8 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
     words += only("fabric") + [name for name in only("scheduler") if name != PLAIN]
     words += _sends(grid) + [text for axis, text in said if not axis.column]
     others = [f"{name.replace('_', ' ')} {value}" for name, value in grid.options.items() if name != "in_flight"]
-    if grid.fidelity == "collective":
-        return [*words, *others, "collective fidelity"]
+    if grid.fidelity == "formulas":
+        return [*words, *others, "by formulas"]
     return [*words, *others, *in_flight_words(fitting(name, grid.options) for name in grid.fabrics)]
 
 

@@ -40,7 +40,7 @@ _MOST_SHOWN = 40
 def axes_of_jobs(typed: typer.Context, network: Given) -> dict[str, tuple[Any, ...]]:
     """The values on the axes that were typed, by field. Raises `InputError` on options that mean nothing for jobs."""
     refuse_others(typed, _USED)
-    if typed.params["fidelity"] == "collective":
+    if typed.params["fidelity"] == "formulas":
         refuse_network(typed)
     check_file("output", typed.params["output"], ".csv", ".html")
     several = network.several()
@@ -86,7 +86,7 @@ def _same(typed: typer.Context, rows: Sequence[JobRow]) -> str:
     """What no column says, in words."""
     same = [axis for axis in _axes(rows[0].axes) if axis not in _differing(rows) and axis.words]
     words = "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
-    return f"{words}, {typed.params['fidelity']} fidelity"
+    return f"{words}, by {typed.params['fidelity']}"
 
 
 def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:

@@ -1,4 +1,4 @@
-"""Whole jobs: `legato workload` writes one, `legato simulate --fidelity collective` predicts its step."""
+"""Whole jobs: `legato workload` writes one, `legato simulate --fidelity formulas` predicts its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import quantity, setting, split
+from legato.cli.options import fidelity_of, quantity, setting, split
 from legato.cli.output import note, print_json, print_table
 from legato.core import files
 from legato.core.axes import BY_NAME
@@ -55,7 +55,7 @@ __all__ = [
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
 OF_MACHINE = ("bandwidth", "local_bandwidth", "gpus_per_host")
 _OF_SIMULATE = {"workloads", "fidelity", *OF_MACHINE}
-#: At flow fidelity: the network, and the timeline.
+#: By flows: the network, and the timeline.
 OF_NETWORK = (
     "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
 )  # fmt: skip
@@ -226,15 +226,15 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     """The verb `legato simulate` for a whole job, with the other options as they were typed."""
     from legato.whole_jobs.step import predict
 
-    given, fidelity = typed.params, typed.params["fidelity"]
+    given, fidelity = typed.params, fidelity_of(typed.params["fidelity"], "flows")
     refuse_others(typed, _OF_SIMULATE | {"json", *OF_NETWORK, "output"})
     job = replace(job, machine=links(typed, job.machine))
     quiet = None
-    if fidelity == "flow":
+    if fidelity == "flows":
         step, quiet, where = _simulate_links(typed, job)
     else:
         refuse_network(typed, "output")
-        step, where = predict(job), f", {fidelity} fidelity"
+        step, where = predict(job), f", by {fidelity}"
     if given["json"]:
         print_json(values(step) | ({} if quiet is None else {"undisturbed_s": quiet.seconds}))
         return
@@ -270,7 +270,7 @@ def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, Step | None, 
         quiet = simulate(job, dataclasses.replace(network, disturbances=()), lane=found.lane).step
     if (output := typed.params["output"]) is not None:
         files.write(output, found.timeline(words.removeprefix(", ")))
-    return found.step, quiet, f"{words}, flow fidelity: the busiest, GPU {found.worker:,}"
+    return found.step, quiet, f"{words}, by flows: the busiest, GPU {found.worker:,}"
 
 
 def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:
@@ -284,10 +284,10 @@ def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple
 
 
 def refuse_network(typed: typer.Context, *more: str) -> None:
-    """Raise `InputError` if an option was given that needs links, at collective fidelity."""
+    """Raise `InputError` if an option was given that needs links, by formulas."""
     if unused := [name for name in (*OF_NETWORK, *more) if is_given(typed, name)]:
         option = unused[0].replace("_", "-")
-        raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
+        raise InputError(f"--{option}: means nothing by formulas (expected --fidelity flows)")
 
 
 def links(typed: typer.Context, machine: Machine) -> Machine:

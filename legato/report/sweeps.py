@@ -74,7 +74,7 @@ def over(rows: Sequence[SweepRow]) -> str:
 
 def _facts(rows: Sequence[SweepRow]) -> str:
     failed = sum(row.error is not None for row in rows)
-    facts = [count(len(rows), "cell"), f"{rows[0].fidelity} fidelity"]
+    facts = [count(len(rows), "cell"), f"by {rows[0].fidelity}"]
     return " · ".join([*facts, *([f"{failed:,} failed"] if failed else [])])
 
 

@@ -26,8 +26,8 @@ __all__ = ["Outcome", "attempt", "plan_for", "run_cell"]
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
-    `lower_bound_s` is proven for plans of this kind, and known at collective
-    fidelity only. `parts` are those of a whole job's step. `final` is False if another attempt might succeed.
+    `lower_bound_s` is proven for plans of this kind, and known by
+    formulas only. `parts` are those of a whole job's step. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -71,7 +71,7 @@ def _simulated(cell: Cell, workload: Workload) -> dict[str, Any]:
     plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
     found: Timeline | FlowResult
     bound_s = None
-    if cell.fidelity == "collective":
+    if cell.fidelity == "formulas":
         cluster = network.cluster(cell.fabric, fabric.servers)
         found = collective.simulate(workload, plan, cluster)
         bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds

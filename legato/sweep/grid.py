@@ -23,7 +23,7 @@ from legato.simulator.flow.network.network import last_worker
 
 __all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
 
-Fidelity = Literal["collective", "flow"]
+Fidelity = Literal["formulas", "transfers"]
 
 #: No scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
@@ -89,8 +89,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
-    """Return the fabrics that a fidelity can simulate: at collective fidelity, those that have a cost formula."""
-    return list(FABRICS) if fidelity == "flow" else [*COLLECTIVES, PARAMETER_SERVER]
+    """Return the fabrics that a fidelity can simulate: by formulas, those that have one."""
+    return list(FABRICS) if fidelity == "transfers" else [*COLLECTIVES, PARAMETER_SERVER]
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those that
     are left out have their default. Beside disturbances, all cells are of one iteration.
     `options` go to the fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first
-    fabric with its first scheduler. At collective fidelity, all hosts are alike, behind
+    fabric with its first scheduler. By formulas, all hosts are alike, behind
     one switch. Raises `InputError` on unknown names and numbers outside their
     range.
     """
@@ -108,7 +108,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     workloads: tuple[Workload, ...]
     fabrics: tuple[str, ...] = ("ring",)
     schedulers: tuple[str, ...] = (PLAIN,)
-    fidelity: Fidelity = "flow"
+    fidelity: Fidelity = "transfers"
     axes: dict[str, tuple[Any, ...]] = {}
     iterations: int | None = None
     options: dict[str, Any] = {}
@@ -129,8 +129,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             fitting(name, self.options)
         for values in self._networks(has_servers=True):
             network = network_of(values)
-            if self.fidelity == "collective" and not (network.plain and not self.options):
-                raise InputError("fidelity: collective knows only identical hosts behind one switch (expected flow)")
+            if self.fidelity == "formulas" and not (network.plain and not self.options):
+                raise InputError("fidelity: formulas know only identical hosts behind one switch (expected transfers)")
 
     def _check_names(self) -> None:
         if self.fidelity not in get_args(Fidelity):
@@ -141,7 +141,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         schedulers = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS]
         for kind, names, known in (
             ("axis", self.axes, _FIELDS),
-            (f"fabric at {self.fidelity} fidelity", self.fabrics, fabric_names(self.fidelity)),
+            (f"fabric by {self.fidelity}", self.fabrics, fabric_names(self.fidelity)),
             ("scheduler", self.schedulers, schedulers),
         ):
             for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +13,6 @@ from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.simulator.flow import Network
 from legato.sweep.cell import Outcome, attempt
-from legato.sweep.grid import Fidelity
 from legato.sweep.journal import Journal
 from legato.sweep.run import outcomes
 from legato.whole_jobs.flow.step import network_of, simulate
@@ -30,7 +29,7 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A job, by its identity, on a network, by the values on the axes that are not as its file has them."""
 
     job: str
-    fidelity: Fidelity
+    fidelity: Literal["formulas", "flows"]
     axes: dict[str, Any]
     version: str = __version__
 
@@ -66,7 +65,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 def sweep_jobs(
     named: Mapping[str, Job],
     axes: Mapping[str, Sequence[Any]],
-    fidelity: Fidelity,
+    fidelity: Literal["formulas", "flows"],
     *,
     journal: Journal | None = None,
     jobs: int | None = None,
@@ -75,7 +74,7 @@ def sweep_jobs(
 ) -> list[JobRow]:
     """Predict the step of every job, by its name, on every combination of networks, whose last axis changes fastest.
 
-    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and at flow fidelity of a network.
+    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network.
     The other arguments, and errors, are those of `sweep`. Raises `InputError` on numbers outside their range, and on
     more than ten thousand cells.
     """
@@ -124,9 +123,9 @@ def _step(cell: _Cell, job: Job) -> Step:
 
 
 def _network(cell: _Cell, job: Job) -> tuple[Job, Network | None]:
-    """The job on the cell's links, and at flow fidelity their network. Raises `InputError`."""
+    """The job on the cell's links, and of flows also their network. Raises `InputError`."""
     job = msgspec.structs.replace(job, machine=with_links(job.machine, cell.axes))
-    if cell.fidelity == "collective":
+    if cell.fidelity == "formulas":
         return job, None
     others = {field: value for field, value in cell.axes.items() if field not in LINKS}
     return job, network_of(job.machine, job.mesh.workers, **others)

@@ -13,7 +13,7 @@ from legato.core.axes import SERVERS, SWEPT
 from legato.report.model import SweepRow
 from legato.sweep.anomalies import mark_anomalies
 from legato.sweep.cell import Outcome, run_cell
-from legato.sweep.grid import Cell, Fidelity, Grid
+from legato.sweep.grid import Cell, Grid
 from legato.sweep.journal import Journal
 from legato.sweep.parallel import in_parallel
 
@@ -34,7 +34,7 @@ def sweep(
     as soon as it is done. `jobs` is the number of cores (None: all), on this
     machine or on a `backend` (`legato.sweep.parallel`). `progress(done, total)`
     is called as cells finish. A cell that fails is a row with an error. Raises
-    `InputError` if the backend cannot be used, or numba is missing at flow fidelity.
+    `InputError` if the backend cannot be used, or numba is missing where links are simulated.
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
@@ -55,7 +55,7 @@ T = TypeVar("T")
 def outcomes(
     work: Sequence[tuple[C, T]],
     run: Callable[[C, T], Outcome],
-    fidelity: Fidelity,
+    fidelity: str,
     *,
     journal: Journal | None,
     jobs: int | None,
@@ -66,7 +66,7 @@ def outcomes(
 
     The other arguments, and errors, are those of `sweep`.
     """
-    if fidelity == "flow":
+    if fidelity != "formulas":
         import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
     done = {} if journal is None else journal.done
     todo = {cell.key: (cell, item) for cell, item in work if cell.key not in done}

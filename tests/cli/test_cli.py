@@ -576,7 +576,7 @@ def test_every_transfer_is_simulated_with_numba_only(workload, arguments):
 @pytest.mark.slow
 def test_planners_are_simulated_without_numba(workload):
     for command in (("simulate", workload, "--fabric", "ring"), ("sweep", workload, "--workers", "2,4")):
-        done = run_without("numba", *command, "--fidelity", "collective")
+        done = run_without("numba", *command, "--fidelity", "formulas")
         assert done.returncode == 0, done.stderr
 
 

@@ -9,7 +9,7 @@ from support.mesh_samples import MeshJob
 import legato
 from legato.core.program import Program
 
-COLLECTIVE = ("--fidelity", "collective")
+FORMULAS = ("--fidelity", "formulas")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def program(tmp_path, capsys):
 
 
 def test_the_step_as_traced_stands_beside_the_measured_and_the_predicted_one(program, capsys):
-    status, out, err = run(capsys, "simulate", program, *COLLECTIVE)
+    status, out, err = run(capsys, "simulate", program, *FORMULAS)
     assert status == 0, err
     assert all(word in out for word in ("computing", "waiting for the host", "tensor", "data", "as traced", "step"))
     assert "the step as traced is off by 0.0%" in err and "network: 8 GPUs a host" in err
@@ -31,7 +31,7 @@ def test_the_step_as_traced_stands_beside_the_measured_and_the_predicted_one(pro
 
 def test_other_networks_and_more_workers_are_options(program, capsys):
     def found(*options):
-        status, out, err = run(capsys, "simulate", program, *COLLECTIVE, "--json", *options)
+        status, out, err = run(capsys, "simulate", program, *FORMULAS, "--json", *options)
         assert status == 0, err
         return json.loads(out)
 
@@ -53,7 +53,7 @@ def test_a_program_is_simulated_link_by_link(program, capsys):
         return json.loads(out)["predicted"]["step_s"]
 
     apart = ("--gpus-per-host", 1)
-    assert step_s(*apart) >= step_s(*apart, *COLLECTIVE) * (1 - 1e-9)
+    assert step_s(*apart) >= step_s(*apart, *FORMULAS) * (1 - 1e-9)
     assert step_s(*apart, "--disturb", "link:0:4:0") > step_s(*apart)
     assert step_s(*apart, "--racks", 2, "--oversubscription", 4) > step_s(*apart)
 
@@ -63,8 +63,8 @@ def test_a_program_is_simulated_link_by_link(program, capsys):
     [
         (["--fabric", "ring"], "--fabric: means nothing for a whole job"),
         (["--disturb", "link:4:2:0"], "link: 4 (expected 0 to 3)"),
-        ([*COLLECTIVE, "--workers", 6], "workers: 6 (expected a multiple of the program's 4)"),
-        ([*COLLECTIVE, "--racks", 2], "--racks: means nothing at collective fidelity (expected --fidelity flow)"),
+        ([*FORMULAS, "--workers", 6], "workers: 6 (expected a multiple of the program's 4)"),
+        ([*FORMULAS, "--racks", 2], "--racks: means nothing by formulas (expected --fidelity flows)"),
     ],
 )
 def test_what_means_nothing_is_refused(program, capsys, options, message):

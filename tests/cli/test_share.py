@@ -88,7 +88,7 @@ def test_networks_above_one_switch(capsys, workload, layout):
         "fat tree": f"16 hosts, {network}, fat-tree (4 ports), ecmp, random, ",
         "rails": f"4 hosts, {network}, 4 GPUs (100 Gbit/s) and 4 cards a host, rails, 0 spines, packed, ",
     }
-    said = f"2 jobs on {words[layout]}flow fidelity, 1 message in flight"
+    said = f"2 jobs on {words[layout]}by transfers, 1 message in flight"
     assert status == 0 and said in " ".join(out.split()), (out, err)
     (case,) = shared(capsys, workload, workload, "--share", *options)["cases"]
     assert (case["slowdown"] == 1.0) == (layout == "rails")  # hosts and their cards are of one job each
@@ -166,14 +166,14 @@ def test_plans_and_schedulers_are_of_one_job_each(capsys, workload, other, tmp_p
     assert given == planned and mixed["cases"][0]["jobs"] != shared(capsys, workload, other, *TWO)["cases"][0]["jobs"]
 
 
-def test_a_plan_that_means_something_at_collective_fidelity_only(capsys, workload, tmp_path):
+def test_a_plan_that_means_something_by_formulas_only(capsys, workload, tmp_path):
     plan = tmp_path / "p.json"
     job = legato.read(workload, legato.Workload)
     whole = tuple(legato.Slice(t.name, 0, t.nbytes) for t in job.tensors)
     legato.write(plan, legato.Plan("one", (legato.Message(whole, wire="bf16"),)))
     options = ("--share", "--fabric", "ring", "--workers", 2, "--plan", plan)
     status, out, err = run(capsys, "simulate", workload, workload, *options)
-    assert status == 2 and out == "" and "wire: a plan with wire formats at flow fidelity" in err
+    assert status == 2 and out == "" and "wire: a plan with wire formats transfer by transfer" in err
 
 
 def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
@@ -224,7 +224,7 @@ def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_pa
         (("--share", "--fabric", "ring", "--disturb", "server:0:2:0"), "server: 0 (there is no server)"),
         (("--share", "--fabric", "ring", "--priority", "high"), "--priority: 'high' is not a whole number"),
         (("--share", "--fabric", "ring", "--iterations", "2"), "iterations: 2 (expected 4 to 1000)"),
-        (("--share", "--fabric", "ring", "--fidelity", "collective"), "expected --fidelity flow"),
+        (("--share", "--fabric", "ring", "--fidelity", "formulas"), "expected --fidelity transfers"),
         (("--share", "--fabric", "ring", "--workers", "5000"), "more than 20,000,000"),
         (("--share", "--fabric", "hierarchical"), "hierarchical on a shared network (expected gpus_per_host above 1)"),
         (

@@ -24,7 +24,7 @@ def jobs(tmp_path, capsys):
 def test_a_row_for_every_job(jobs, capsys):
     status, out, err = run(capsys, "simulate", *jobs, *SHARED)
     assert status == 0, err
-    assert "2 jobs on 48 x h100, 2 racks, oversubscription 16:1, spread, flow fidelity" in out
+    assert "2 jobs on 48 x h100, 2 racks, oversubscription 16:1, spread, by flows" in out
     assert "llama-3-8b 1" in out and "llama-3-8b 2" in out and "all, from 0 s to" in out
     assert "memory of the fullest GPU" in err
     status, out, err = run(capsys, "simulate", *jobs, *SHARED, "--json")
@@ -76,7 +76,7 @@ def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
         (["--best-shift"], "--best-shift: means nothing for a whole job"),
         (["--workers", 8], "--workers: means nothing for a whole job"),
         (["--fabric", "ring"], "--fabric: means nothing for a whole job"),
-        (["--fidelity", "collective"], "--share: means nothing at collective fidelity (expected --fidelity flow)"),
+        (["--fidelity", "formulas"], "--share: means nothing by formulas (expected --fidelity flows)"),
         (["--shift", "1s,2s,3s"], "--shift: 3 values for 2 jobs (expected one for all, or one each)"),
         (["--iterations", 2000], "iterations: 2000 (expected 1 to 1,000 steps)"),
         (["--racks", 30], "racks: 30 (expected 1 to the 6 hosts)"),

@@ -52,9 +52,9 @@ def test_a_sharded_plan_is_simulated_as_such_or_refused(capsys, tmp_path):
     network = ["--workers", 8, "--bandwidth", "1Gbit", "--latency", 0]
     run(capsys, "plan", path, *network, "--scheduler", "single", "--shard", "optimizer", "-o", plan)
     arguments = [path, "--plan", plan, "--fabric", "ring", *network]
-    assert rows(capsys, *arguments, "--fidelity", "collective")[0]["iteration_s"] == pytest.approx(0.101)
+    assert rows(capsys, *arguments, "--fidelity", "formulas")[0]["iteration_s"] == pytest.approx(0.101)
     status, _, err = run(capsys, "simulate", *arguments)
-    assert status == 2 and "shard: 'optimizer' at flow fidelity (expected a plan without shards" in err
+    assert status == 2 and "shard: 'optimizer' transfer by transfer (expected a plan without shards" in err
 
 
 def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys, workload, monkeypatch):
@@ -97,15 +97,15 @@ def test_all_fabrics_are_checked_before_the_first_is_simulated(capsys, workload,
     assert status == 2 and out == "" and "parameter-server: more than 100,000,000" in err
 
 
-def test_both_fidelities_agree_on_a_message_at_a_time(capsys, workload):
+def test_formulas_and_transfers_agree_on_a_message_at_a_time(capsys, workload):
     shared = (workload, "--workers", 8, "--latency", "1ms", "--fabric", "ring,halving-doubling,shuffle")
     flow = rows(capsys, *shared, "--in-flight", 1, "--reduce", 0)
-    collective = rows(capsys, *shared, "--fidelity", "collective")
-    assert [row["iteration_s"] for row in flow] == pytest.approx([row["iteration_s"] for row in collective])
+    formulas = rows(capsys, *shared, "--fidelity", "formulas")
+    assert [row["iteration_s"] for row in flow] == pytest.approx([row["iteration_s"] for row in formulas])
 
 
-def test_at_collective_fidelity_all_is_what_has_a_cost(capsys, workload):
-    names = [row["fabric"] for row in rows(capsys, workload, "--fidelity", "collective")]
+def test_of_formulas_all_is_what_has_a_cost(capsys, workload):
+    names = [row["fabric"] for row in rows(capsys, workload, "--fidelity", "formulas")]
     assert "ring" in names and "parameter-server" in names and "ring-whole" not in names
 
 
@@ -116,7 +116,7 @@ def test_parameter_servers_run_no_plans_with_shards_or_wire_formats(capsys, work
     """As `legato plan` refuses them; --fabric all has the other fabrics."""
     job, file = legato.read(workload, legato.Workload), tmp_path / "p.json"
     legato.write(file, schedule("ddp", job, legato.Cluster.derive(4, 10e9, 0.0), **options))
-    command = [workload, "--workers", 4, "--fidelity", "collective", "--plan", file]
+    command = [workload, "--workers", 4, "--fidelity", "formulas", "--plan", file]
     names = [row["fabric"] for row in rows(capsys, *command)]
     assert "ring" in names and not {"parameter-server", "multicast", "aggregation", "multicast+aggregation"} & {*names}
     status, out, err = run(capsys, "simulate", *command, "--fabric", "ring,parameter-server")
@@ -168,7 +168,7 @@ def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
     legato.write(measured, legato.Cluster(4, {"gloo": cluster.cost("ring")}))
     options = ("--workers", 4, "--bandwidth", "1Gbit", "--latency", "1ms")
     for verb, fabric in (("simulate", "ring,tree"), ("sweep", "ring,tree,parameter-server")):
-        for more in ((), ("--fidelity", "collective")):
+        for more in ((), ("--fidelity", "formulas")):
             shared = (verb, workload, "--fabric", fabric, "--json", *more)
             found = [run(capsys, *shared, *by) for by in (options, ("--cluster", derived), ("--cluster", measured))]
             seconds = [[row["iteration_s"] for row in json.loads(out)] for _, out, _ in found]
@@ -228,8 +228,8 @@ def test_a_workload_a_worker(capsys, workload):
         (("--topology", "torus"), "--topology"),
         (("--local-bandwidth", "x"), "--local-bandwidth: 'x' is not a bandwidth"),
         (("--workers", "1048576", "--racks", "1024", "--fabric", "ring"), "ring: more than 100,000,000"),
-        (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
-        (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
+        (("--fidelity", "formulas", "--jitter", "0.1"), "--fidelity formulas"),
+        (("--fidelity", "formulas", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
         (
             ("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"),
             "message_bytes: 1 makes 5,000,000 fragments (expected at most 1,000,000)",
@@ -237,7 +237,7 @@ def test_a_workload_a_worker(capsys, workload):
         (("--workers", "1048576", "--iterations", "1000"), "parameter-server: more than 100,000,000"),
         (("--workers", "1048576", "--fabric", "ring", "--slow", "2"), "ring: more than 100,000,000"),
         (("--sharing", "fair", "--workers", "1000", "--fabric", "ring"), "more than 1,000,000"),
-        (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
+        (("--fidelity", "formulas", "--fabric", "ring-whole"), "ring-whole"),
         (("--plan", "nowhere.json"), "nowhere.json"),
         (("--plan", "p.json", "--scheduler", "ddp"), "one or the other"),
         (("--scheduler", "dpd"), "did you mean 'ddp'"),
@@ -321,9 +321,21 @@ def test_a_disturbance_of_factor_one_changes_nothing(capsys, workload, fabric):
         (("--disturb", "links:1:2:0"), "unknown disturbance 'links'"),
         (("--disturb", "link:1:fails:0"), "works again"),
         (("--disturb", "server:0:2:0"), "server: 0 (there is no server)"),
-        (("--disturb", "link:1:2:0", "--fidelity", "collective"), "expected --fidelity flow"),
+        (("--disturb", "link:1:2:0", "--fidelity", "formulas"), "expected --fidelity transfers"),
     ],
 )
 def test_impossible_disturbances_get_one_line(capsys, workload, options, words):
     status, out, err = run(capsys, "simulate", workload, "--fabric", "ring", *options)
     assert status == 2 and out == "" and words in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("before", "now"), [("collective", "formulas"), ("flow", "transfers")])
+def test_the_words_of_before_mean_the_same(capsys, workload, before, now):
+    arguments = ["simulate", workload, "--fabric", "ring", "--json", "--fidelity"]
+    _, same, _ = run(capsys, *arguments, now)
+    status, out, err = run(capsys, *arguments, before)
+    assert status == 0 and f"--fidelity {before} is called {now} now" in err
+    (found,), (expected,) = json.loads(out), json.loads(same)
+    assert found | {"simulate_s": 0} == expected | {"simulate_s": 0}
+    status, _, err = run(capsys, *arguments, "flows")
+    assert status == 2 and err == "legato: --fidelity flows: (expected formulas or transfers here)\n"

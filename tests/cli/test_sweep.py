@@ -72,7 +72,7 @@ def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys,
         (("--share", "-o", "x.csv"), "no --output, --report and --servers in a sweep"),
         (("--share", "--workers", "1,2,3"), "3 values for 2 jobs"),
         (("--share", "--fabric", "all"), "'all' (expected, with --share, one fabric for all jobs, or one each)"),
-        (("--share", "--fidelity", "collective"), "means nothing at collective fidelity"),
+        (("--share", "--fidelity", "formulas"), "means nothing by formulas"),
         (("--hosts", "spread"), "--hosts: means nothing for one job (expected --share)"),
     ],
 )
@@ -132,7 +132,7 @@ def test_the_title_says_what_no_column_does(capsys, workload):
     assert title("--in-flight", 2, "--send", "2us").endswith("ring, 2 us a send, 2 messages in flight")
     assert title("--latency", "1us,1ms").endswith("ring, 5 us a send, or the latency, 1 message in flight")
     assert title("--latency", 0, "--fabric", "multicast").endswith("latency 0 s, multicast")
-    assert title("--fidelity", "collective").endswith("ring, 5 us a send, collective fidelity")
+    assert title("--fidelity", "formulas").endswith("ring, 5 us a send, by formulas")
 
 
 def test_what_failed_is_said(capsys, workload):
@@ -165,9 +165,9 @@ def test_what_failed_is_said(capsys, workload):
         (("--placement", "equal"), "placement: ring has no such option"),
         (("--iterations", "0"), "iterations: 0"),
         (("--server-bandwidth", "0"), "--server-bandwidth: '0' is not a bandwidth"),
-        (("--fidelity", "collective", "--racks", "2"), "identical hosts"),
+        (("--fidelity", "formulas", "--racks", "2"), "identical hosts"),
         (("--fabric", "rings"), "did you mean 'ring'"),
-        (("--fidelity", "packet"), "'--fidelity': 'packet' is not one of 'flow', 'collective'"),
+        (("--fidelity", "packet"), "'--fidelity': 'packet' is not one of 'formulas', 'transfers', 'flows'"),
         (("--scheduler", ""), "unknown scheduler ''"),
         (("-o", "x.xlsx"), "expected .parquet, .csv, .html"),
         (("-o", "/no/such/x.csv"), "no such directory"),

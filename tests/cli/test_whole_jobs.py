@@ -44,11 +44,11 @@ def small(tmp_path, capsys):
 def test_a_job_is_written_and_simulated(job, capsys):
     written = legato.read(job)
     assert isinstance(written, Job) and written.split[:3] == (3, 4, 4) and written.model.layers == 126
-    status, out, err = run(capsys, "simulate", job, "--fidelity", "collective")
+    status, out, err = run(capsys, "simulate", job, "--fidelity", "formulas")
     assert status == 0, err
     assert all(kind in out for kind in ("computing", "bubble", "tensor", "pipeline", "data", "optimizer"))
     assert "tokens/s, model FLOPs utilization" in err
-    status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json")
+    status, out, err = run(capsys, "simulate", job, "--fidelity", "formulas", "--json")
     found, step = json.loads(out), predict(written)
     assert found["step_s"] == step.seconds and found["gpus"] == 16_384
     assert found["sent_nbytes"]["data"]["network"] == step.sent["data", "network"]
@@ -57,7 +57,7 @@ def test_a_job_is_written_and_simulated(job, capsys):
 
 def test_links_of_the_machine_are_options_of_simulate(job, capsys):
     def step_s(*options):
-        status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *options)
+        status, out, err = run(capsys, "simulate", job, "--fidelity", "formulas", "--json", *options)
         assert status == 0, err
         return json.loads(out)["step_s"]
 
@@ -89,20 +89,20 @@ def test_a_job_is_simulated_link_by_link(small, tmp_path, capsys):
     assert "GPU 9" in names and len(names) == len(drawn.members) and all(f"<td>{name}" in page for name in names)
     assert sum(len(one.spans) for one in drawn.drawn()) == len(drawn.spans)
     status, out, err = run(capsys, "simulate", job, "--racks", 4, "--oversubscription", 2)
-    assert status == 0 and "4 racks, oversubscription 2:1, flow fidelity" in " ".join(out.split()), err
+    assert status == 0 and "4 racks, oversubscription 2:1, by flows" in " ".join(out.split()), err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing at collective fidelity (expected"),
+        (["--fidelity", "formulas", "--racks", 2], "--racks: means nothing by formulas (expected"),
         (["--topology", "rails", "--gpus-per-host", 1], "topology: rails for hosts of 1 on one card"),
         (["--racks", 3000], "racks: 3000 (expected 1 to the 2048 hosts)"),
         (["--disturb", "link:16384:2:0"], "link: 16384 (expected 0 to 16383)"),
         (["--disturb", "compute:3:2"], "disturb: 'compute:3:2' (expected something like"),
-        (["--fidelity", "collective", "--workers", 8], "--workers: means nothing for a whole job"),
-        (["--fidelity", "collective", "-o", "t.json"], "--output: means nothing at collective fidelity"),
-        (["--fidelity", "collective", "--share"], "--share: means nothing for a whole job"),
+        (["--fidelity", "formulas", "--workers", 8], "--workers: means nothing for a whole job"),
+        (["--fidelity", "formulas", "-o", "t.json"], "--output: means nothing by formulas"),
+        (["--fidelity", "formulas", "--share"], "--share: means nothing for a whole job"),
     ],
 )
 def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
@@ -111,7 +111,7 @@ def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
 
 
 def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
-    status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "collective")
+    status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "formulas")
     assert status == 2 and "job.json: a whole job beside other files (expected it alone, or --share)" in err
 
 
@@ -200,13 +200,13 @@ def test_what_fit_machine_refuses(job, capsys, step, message):
 def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
     axes = ["--bandwidth", "200,800Gbit", "--local-bandwidth", "3.6Tbit", "--gpus-per-host", "4,8", "--jobs", 1]
     rows = tmp_path / "rows.csv"
-    status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes, "--json", "-o", rows)
+    status, out, err = run(capsys, "sweep", job, "--fidelity", "formulas", *axes, "--json", "-o", rows)
     assert status == 0, err
     cells = json.loads(out)
     assert len(cells) == 4
     for cell in cells:
         alone = ["--bandwidth", f"{cell['bandwidth_bps'] / 1e9}Gbit", "--gpus-per-host", cell["gpus_per_host"]]
-        status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *alone)
+        status, out, err = run(capsys, "simulate", job, "--fidelity", "formulas", "--json", *alone)
         found = json.loads(out)
         assert {
             name: found[name] for name in ("step_s", "tokens_per_s", "utilization", "bubble_s")
@@ -215,8 +215,8 @@ def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
     with open(rows) as file:
         written = list(csv.DictReader(file))
     assert [float(row["step_s"]) for row in written] == [cell["step_s"] for cell in cells]
-    status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes)
-    assert "4 cells, 3.6 Tbit/s inside hosts, collective fidelity" in out and "800 Gbit/s" in out and "1.00x" in out
+    status, out, err = run(capsys, "sweep", job, "--fidelity", "formulas", *axes)
+    assert "4 cells, 3.6 Tbit/s inside hosts, by formulas" in out and "800 Gbit/s" in out and "1.00x" in out
 
 
 def test_a_slow_link_is_beside_the_same_gpu_undisturbed(tmp_path, capsys):
@@ -225,7 +225,7 @@ def test_a_slow_link_is_beside_the_same_gpu_undisturbed(tmp_path, capsys):
     layout = ("--pipeline", 2, "--data", 16, "--microbatches", 8, "--split", "12,20", "--shard", "gradients")
     assert run(capsys, "workload", "llama-3-8b", *layout, "-o", path)[0] == 0
     status, out, err = run(capsys, "simulate", path, "--disturb", "link:0:200:0")
-    assert status == 0 and int(re.search("flow fidelity: the busiest, GPU ([0-9]+)", out)[1]) < 16
+    assert status == 0 and int(re.search("by flows: the busiest, GPU ([0-9]+)", out)[1]) < 16
     assert "costs nothing" not in err
     rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.count("│") > 3]
     cells = {kind: (before, now) for _, kind, before, now, *_ in rows}
@@ -251,7 +251,7 @@ def test_jobs_are_swept_link_by_link_and_go_on_from_there(small, capsys, tmp_pat
         status, out, err = run(capsys, "simulate", small, *alone, "--json")
         assert json.loads(out)["step_s"] == cell["step_s"]
     assert len({cell["step_s"] for cell in cells}) > 2 and cells[0]["speedup"] == 1
-    assert "The step on each network, leaf-spine, oversubscription 8:1, spray, flow fidelity" in page.read_text()
+    assert "The step on each network, leaf-spine, oversubscription 8:1, spray, by flows" in page.read_text()
     status, out, err = run(capsys, "sweep", small, *axes, "-o", page)
     assert status == 0 and "has 4 finished cells" in err and "4 rows -> " in err and "disturbed" in out
 
@@ -279,10 +279,10 @@ def test_the_first_cell_of_a_file_may_have_failed(small, capsys, tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fidelity", "collective", "--workers", 4], "--workers: means nothing for a whole job"),
-        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing at collective fidelity"),
+        (["--fidelity", "formulas", "--workers", 4], "--workers: means nothing for a whole job"),
+        (["--fidelity", "formulas", "--racks", 2], "--racks: means nothing by formulas"),
         (["-o", "rows.parquet"], "--output rows.parquet: .parquet (expected .csv, .html)"),
-        (["--fidelity", "collective", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
+        (["--fidelity", "formulas", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
         (["--racks", "0,1"], "racks: 0"),
         (["--disturb", "link:16384:4:0"], "link: 16384"),
         (["--racks", ",".join(map(str, range(1, 10002)))], "10,001 cells (expected at most 10,000)"),

@@ -178,7 +178,7 @@ def sweep_rows(workers=(4, 8), links=(1e9, 1e10), fabrics=("parameter-server", "
                         workload=name,
                         fabric=fabric,
                         scheduler="plain",
-                        fidelity="flow",
+                        fidelity="transfers",
                         axes=usual | {"workers": n, "bandwidth_bps": bps},
                         **more,
                     )

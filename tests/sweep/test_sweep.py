@@ -35,7 +35,9 @@ def job(name="toy", layers=3):
 JOB = job()
 
 
-def grid(*workloads, fabrics=("ring",), schedulers=("plain",), fidelity="flow", iterations=None, options=None, **axes):
+def grid(
+    *workloads, fabrics=("ring",), schedulers=("plain",), fidelity="transfers", iterations=None, options=None, **axes
+):
     """A grid without latency, of one workload if none is given; axes with one value need no tuple."""
     return Grid(
         workloads=workloads or (JOB,),
@@ -75,7 +77,7 @@ def test_the_key_is_the_content():
 
 
 def test_all_means_the_schedulers_made_for_a_fabric():
-    asked = grid(fabrics=("ring", "parameter-server"), schedulers=("all",), fidelity="collective")
+    asked = grid(fabrics=("ring", "parameter-server"), schedulers=("all",), fidelity="formulas")
     found = {(cell.fabric, cell.scheduler) for cell in asked.cells()}
     assert {("ring", "legato"), ("parameter-server", "tac")} <= found and ("ring", "tac") not in found
 
@@ -92,7 +94,7 @@ def test_flow_cells_are_what_the_simulator_says():
 
 def test_collective_cells_are_what_plan_says():
     names = ("ddp", "mg-wfbp", "legato")
-    asked = grid(schedulers=names, fidelity="collective", workers=(4,), latency_s=(1e-4,))
+    asked = grid(schedulers=names, fidelity="formulas", workers=(4,), latency_s=(1e-4,))
     rows = sweep(asked, jobs=1)
     expected = compare(JOB, Cluster.derive(4, 10e9, 1e-4, collectives=["ring"]), names)
     assert [row.iteration_s for row in rows] == [one.iteration_s for one in expected]
@@ -310,15 +312,15 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     ("changed", "words"),
     [
         ({"fabrics": ("rings",)}, "did you mean 'ring'"),
-        ({"fabrics": ("butterfly",), "fidelity": "collective"}, "collective fidelity"),
+        ({"fabrics": ("butterfly",), "fidelity": "formulas"}, "fabric by formulas"),
         ({"schedulers": ("legatto",)}, "did you mean 'legato'"),
         ({"workers": (0,)}, "workers: 0"),
         ({"workers": ()}, "workers: empty"),
         ({"bandwidths": (1e9,)}, "did you mean 'bandwidth_bps'"),
         ({"servers": (0,)}, "servers: 0"),
         ({"bandwidth_bps": (-1.0,)}, "bandwidth_bps: -1"),
-        ({"jitter": (0.1,), "fidelity": "collective"}, "identical hosts"),
-        ({"slow_link": (2.0,), "fidelity": "collective"}, "identical hosts"),
+        ({"jitter": (0.1,), "fidelity": "formulas"}, "identical hosts"),
+        ({"slow_link": (2.0,), "fidelity": "formulas"}, "identical hosts"),
         ({"racks": (9,)}, "racks: 9"),
         ({"slow_link": (0.0,)}, "slow_link: 0"),
         ({"oversubscription": (0.5,)}, "oversubscription: 0.5"),
@@ -327,14 +329,14 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"gpus_per_host": (3,)}, "gpus_per_host: 3"),
         ({"topology": "rails"}, "several cards a host"),
         ({"spines": (1, 2)}, "spines: 2 above one rack"),
-        ({"gpus_per_host": (2,), "fidelity": "collective"}, "identical hosts"),
+        ({"gpus_per_host": (2,), "fidelity": "formulas"}, "identical hosts"),
         ({"options": {"placement": "random"}}, "placement"),
         ({"disturb": ()}, "disturb: empty"),
         ({"disturb": ("none", "link:2:2:0")}, "link: 2 (expected 0 to 1)"),
         ({"disturb": ("link:1:2",)}, "disturb: 'link:1:2' (expected something like"),
         ({"disturb": ("none, link:1:2:0",)}, "disturb: 'none'"),
         ({"disturb": ("none", "link:1:2:0"), "iterations": 2}, "iterations: 2 (expected 1 with disturb"),
-        ({"disturb": ("none", "link:1:2:0"), "fidelity": "collective", "fabrics": ("ring",)}, "identical hosts"),
+        ({"disturb": ("none", "link:1:2:0"), "fidelity": "formulas", "fabrics": ("ring",)}, "identical hosts"),
         ({"workers": tuple(range(1, 10**5)), "bandwidth_bps": tuple(map(float, range(1, 100)))}, "cells"),
     ],
 )

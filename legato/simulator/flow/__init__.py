@@ -1,4 +1,4 @@
-"""Flow fidelity: every transfer on every link, for every worker (Network Operator Edition, section 5).
+"""Every transfer on every link, for every worker (Network Operator Edition, section 5).
 
 - `fragments.py` divides a plan's messages into the parts that travel independently.
 - `fabrics/` turns these into transfers that wait for one another: one file per fabric.

@@ -36,7 +36,7 @@ def sent(plan):
 def duplex(workload, plan):
     """Seconds of an iteration with a parameter server: messages are pushed and pulled, a unit a second each way.
 
-    A pull follows its own push; what goes up does not hinder what comes down. The simulator at collective fidelity
+    A pull follows its own push; what goes up does not hinder what comes down. The simulator by formulas
     has one network for both, so this one lives here.
     """
     ready = dict(zip((t.name for t in workload.tensors), release_times(workload), strict=True))

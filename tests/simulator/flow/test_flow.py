@@ -289,7 +289,7 @@ def test_a_plan_that_waits_for_itself_is_refused():
 def test_a_sharded_plan_is_refused():
     job = layered(layers=2)
     plan = sharded(plain_plan(job, "ring"), job, "optimizer")
-    with pytest.raises(InputError, match=r"shard: 'optimizer' at flow fidelity \(expected a plan without shards"):
+    with pytest.raises(InputError, match=r"shard: 'optimizer' transfer by transfer \(expected a plan without shards"):
         simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
 
 
@@ -297,7 +297,7 @@ def test_a_plan_with_wire_formats_is_refused():
     job = layered(layers=2)
     plan = plain_plan(job, "ring")
     plan = replace(plan, messages=(*plan.messages[:-1], replace(plan.messages[-1], wire="bf16")))
-    with pytest.raises(InputError, match=r"wire: a plan with wire formats at flow fidelity \(expected none"):
+    with pytest.raises(InputError, match=r"wire: a plan with wire formats transfer by transfer \(expected none"):
         simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
 
 

@@ -124,13 +124,13 @@ def compile_flow(
 
 
 def check_flow_plan(plan: Plan) -> None:
-    """Raise `InputError` on a plan that has a meaning at collective fidelity only: with shards or wire formats."""
+    """Raise `InputError` on a plan that has a meaning by formulas only: with shards or wire formats."""
     if plan.shard != "none":
         raise InputError(
-            f"shard: {plan.shard!r} at flow fidelity (expected a plan without shards: --fidelity collective)"
+            f"shard: {plan.shard!r} transfer by transfer (expected a plan without shards: --fidelity formulas)"
         )
     if any(message.wire is not None for message in plan.messages):
-        raise InputError("wire: a plan with wire formats at flow fidelity (expected none: --fidelity collective)")
+        raise InputError("wire: a plan with wire formats transfer by transfer (expected none: --fidelity formulas)")
 
 
 def check_iterations(iterations: int) -> None:

@@ -262,7 +262,7 @@ class Network:
 
     @property
     def plain(self) -> bool:
-        """Whether all hosts are alike, behind one switch, as at collective fidelity."""
+        """Whether all hosts are alike, behind one switch, as formulas need them."""
         alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
 
