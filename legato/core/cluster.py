@@ -571,9 +571,9 @@ class Cluster(
 
     def least_costs(self) -> list[LinearCost]:
         """Return costs without floors; no message, of any collective and depth, takes less than the lowest of them.
-        Chunks can hide the reduction behind the transfer,
-               but nothing else, and the second half of a message adds nothing up. So a derived
-               collective that can be pipelined is also listed with a free reduction.
+
+        Chunks can hide the reduction behind the transfer, but nothing else, and the second half of a message adds
+        nothing up. So a derived collective that can be pipelined is also listed with a free reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:
