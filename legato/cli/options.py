@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 import typer
 
-from legato.cli.output import note
 from legato.core.cluster import COLLECTIVES
 from legato.core.errors import FileError, InputError, LegatoError, missing_extra
 from legato.core.text import count
@@ -111,20 +110,6 @@ Iterations = Annotated[
         show_default="1, or 3 where they differ; 30 where jobs share, 3 where whole ones do",
     ),
 ]
-
-
-def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """The fidelity that was asked for, of what has `detailed` beside formulas. A word of before is noted.
-
-    Raises `InputError` on the detailed one of other things.
-    """
-    if given in ("collective", "flow"):
-        found = "formulas" if given == "collective" else detailed
-        note(f"--fidelity {given} is called {found} now")
-        return found
-    if given not in (None, "formulas", detailed):
-        raise InputError(f"--fidelity {given}: (expected formulas or {detailed} here)")
-    return given or detailed
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:

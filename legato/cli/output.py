@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from rich import box
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from legato.core.errors import InputError
 from legato.core.text import count, one_line, percent
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_size",
+    "fidelity_of",
     "note",
     "note_unseen",
     "print_json",
@@ -186,6 +188,20 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Print a line on standard error."""
     _console(stderr=True).print(text, soft_wrap=True)
+
+
+def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
+    """The fidelity that was asked for, of what has `detailed` beside formulas. A word of before is noted.
+
+    Raises `InputError` on the detailed one of other things.
+    """
+    if given in ("collective", "flow"):
+        found = "formulas" if given == "collective" else detailed
+        note(f"--fidelity {given} is called {found} now")
+        return found
+    if given not in (None, "formulas", detailed):
+        raise InputError(f"--fidelity {given}: (expected formulas or {detailed} here)")
+    return given or detailed
 
 
 def note_unseen(windows_s: Mapping[str, Sequence[float]], disturbances: Sequence[Disturbance]) -> None:

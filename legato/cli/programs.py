@@ -10,8 +10,8 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import fidelity_of, one_each, quantity, whole
-from legato.cli.output import note, print_json, print_table
+from legato.cli.options import one_each, quantity, whole
+from legato.cli.output import fidelity_of, note, print_json, print_table
 from legato.cli.whole_jobs import OF_NETWORK, is_given, links, network_given, refuse_network, refuse_others
 from legato.core import files
 from legato.core.errors import InputError

@@ -11,8 +11,8 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import fidelity_of, make_folder, one_each, timeline_paths
-from legato.cli.output import note, note_unseen, print_json, print_table
+from legato.cli.options import make_folder, one_each, timeline_paths
+from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table
 from legato.cli.whole_jobs import OF_NETWORK, caveats, links, network_given, refuse_others, values, waits
 from legato.core import files
 from legato.core.errors import InputError

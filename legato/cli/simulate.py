@@ -18,7 +18,6 @@ from legato.cli.axes import FabricOptions, Given, NetworkOptions
 from legato.cli.options import (
     Json,
     Simulated,
-    fidelity_of,
     in_flight_words,
     keep_apart,
     one_each,
@@ -26,7 +25,7 @@ from legato.cli.options import (
     timeline_paths,
     whole,
 )
-from legato.cli.output import note, print_json, print_rows, progress
+from legato.cli.output import fidelity_of, note, print_json, print_rows, progress
 from legato.cli.programs import program_of, simulate_program
 from legato.cli.share import JobOptions, simulate_shared
 from legato.cli.shared_jobs import simulate_shared_jobs

@@ -21,13 +21,12 @@ from legato.cli.options import (
     Json,
     Simulated,
     check_file,
-    fidelity_of,
     in_flight_words,
     keep_apart,
     setting,
     split,
 )
-from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.output import fidelity_of, note, print_json, print_table, progress
 from legato.cli.share import sweep_shared
 from legato.cli.sweep_jobs import axes_of_jobs, show_jobs
 from legato.cli.whole_jobs import jobs_of

@@ -13,8 +13,8 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import fidelity_of, quantity, setting, split
-from legato.cli.output import note, print_json, print_table
+from legato.cli.options import quantity, setting, split
+from legato.cli.output import fidelity_of, note, print_json, print_table
 from legato.core import files
 from legato.core.axes import BY_NAME
 from legato.core.errors import InputError

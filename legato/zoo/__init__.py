@@ -49,12 +49,12 @@ from legato.core.job import Machine
 from legato.core.workload import Phase, Workload
 from legato.zoo import alexnet, bert, gpt2, inception_v1, inception_v2, inception_v3, resnet, seq2seq, transformer, vgg
 from legato.zoo.builder import DEFAULT_DEVICE, Layer, Model, Variable
-from legato.zoo.device import DEVICES, PRECISIONS, Device, device_named
+from legato.zoo.device import PRECISIONS, Device
 from legato.zoo.language.graph import SHAPES, language_model
 from legato.zoo.language.models import shaped
 from legato.zoo.language.one_gpu import job_of_one_gpu, part_times
 from legato.zoo.lower import lower
-from legato.zoo.presets import MACHINES, machine_named
+from legato.zoo.presets import DEVICES, MACHINES, device_named, machine_named
 from legato.zoo.synthetic import add_modules, scale_compute
 
 __all__ = [

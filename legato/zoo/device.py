@@ -1,4 +1,4 @@
-"""Devices: peak speeds from the vendors' data sheets, and one efficiency for all of them."""
+"""A device: its peak speeds, and the share of these that it reaches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import msgspec
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.job import Machine
-from legato.zoo.presets import MACHINES
 
-__all__ = ["DEVICES", "EFFICIENCY", "OVERHEAD_S", "PRECISIONS", "Device", "device_named"]
+__all__ = ["EFFICIENCY", "OVERHEAD_S", "PRECISIONS", "Device"]
 
 #: The share of its peak that a device reaches in matrix products. The Network Operator Edition's forward time of
 #: Inception-v3 (Table 3: 0.176 s for 32 images of 1.1e10 FLOPs) is 0.46 of half a K80's peak. Published steps of
@@ -71,28 +70,3 @@ class Device(msgspec.Struct, frozen=True):
     def time_s(self, flops: float, nbytes: float, precision: str = "fp32") -> float:
         """Return the seconds of an op with this number of FLOPs, in this precision, and bytes. Raises as `peak`."""
         return self.overhead_s + max(flops / (self.peak(precision) * self.efficiency), nbytes / self.bytes_per_s)
-
-
-#: FP32 peak with boost and memory bandwidth. 16-bit peaks where they are faster, those of tensor cores from `v100` on.
-#: All are dense, of the boards with the fastest links (SXM). Later ones are the machines of whole jobs.
-#: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("k80", 4.37e12, 240e9),
-        Device("titan-x-maxwell", 6.6e12, 336.5e9),
-        Device("titan-x-pascal", 10.97e12, 480e9),
-        Device("titan-xp", 12.15e12, 547.7e9),
-        Device("gtx-1080ti", 11.34e12, 484e9),
-        Device("p100", 10.6e12, 732e9, fp16_flops_per_s=21.2e12),
-        Device("v100", 15.7e12, 900e9, fp16_flops_per_s=125e12),
-        *map(Device.of, MACHINES.values()),
-    )
-}
-
-
-def device_named(name: str) -> Device:
-    """Return one of `DEVICES`. Raises `InputError`, with the nearest names, on an unknown one."""
-    if name not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
-    return DEVICES[name]

@@ -27,12 +27,13 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.zoo.builder import Layer, Model, Variable
 from legato.zoo.device import PRECISIONS, Device
-from legato.zoo.language.one_gpu import part_of
 
 __all__ = ["lower"]
 
 #: Samples, micro-batches, devices of a replica.
 _MOST = 2**30
+#: Of language models: the first component of the names of ops before the layers.
+_BEFORE = ("embeddings", "positions")
 _ACCUMULATION = "accumulation"
 
 
@@ -60,7 +61,7 @@ def lower(  # noqa: PLR0913
     sent, by default the same. `recompute` computes the activations of each block
     of layers again in the backward pass. `replica_devices` is the number of
     devices that share the model and its batch. `parts` is for language models: the
-    seconds of a part of the model (`one_gpu.part_of`) in a phase, of a micro-batch
+    seconds of a part of the model (`language.one_gpu.part_times`) in a phase, of a micro-batch
     of so many samples, to which the ops of that part are scaled. Raises `InputError` on numbers
     that are not above zero, on a batch that micro-batches do not divide, on a
     precision that is unknown or that the device lacks, and where activations are
@@ -87,7 +88,7 @@ def lower(  # noqa: PLR0913
     ops = lowering.ops
     if parts is not None:
         each = {key: seconds / replica_devices for key, seconds in parts(batch // accumulate).items()}
-        ops = _scaled(ops, each, lambda op: (part_of(op.name), op.phase))
+        ops = _scaled(ops, each, lambda op: (_part_of(op.name), op.phase))
     passes: dict[Any, float | None] = {"forward": forward_s, "backward": backward_s}
     ops = _scaled(ops, {phase: total for phase, total in passes.items() if total is not None}, lambda op: op.phase)
     if accumulate > 1:
@@ -101,6 +102,14 @@ def lower(  # noqa: PLR0913
 
 def _lasting(op: Op, duration_s: float) -> Op:
     return Op(op.name, op.phase, duration_s, op.deps)
+
+
+def _part_of(op: str) -> str:
+    """The part of a language model that an op belongs to, by the op's name."""
+    first = op.partition("/")[0]
+    if first.startswith("layer"):
+        return op if op == f"{first}/recompute" else first
+    return _BEFORE[0] if first in _BEFORE else "output"
 
 
 def _scaled(ops: list[Op], totals: Mapping[Any, float], part_of: Callable[[Op], object]) -> list[Op]:

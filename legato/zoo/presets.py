@@ -1,4 +1,4 @@
-"""Frameworks and machines by name: facts of releases and data sheets, and efficiencies fitted to published steps.
+"""Frameworks, machines and devices by name: facts of releases and data sheets, and efficiencies that were fitted.
 
 The efficiency of a machine is that of steps of one framework on it (docs/whole_jobs.md); another framework may be off
 by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
@@ -14,8 +14,18 @@ from msgspec.structs import replace
 from legato.core import files
 from legato.core.errors import unknown_name
 from legato.core.job import Framework, Machine
+from legato.zoo.device import Device
 
-__all__ = ["FRAMEWORKS", "LINKS", "MACHINES", "framework_named", "machine_named", "with_links"]
+__all__ = [
+    "DEVICES",
+    "FRAMEWORKS",
+    "LINKS",
+    "MACHINES",
+    "device_named",
+    "framework_named",
+    "machine_named",
+    "with_links",
+]
 
 #: `megatron-core` with its usual options for overlap; `megatron-2021` is that of arXiv 2104.04473, whose attention
 #: stores its scores and whose tensor-parallel workers send parts of activations between stages.
@@ -81,6 +91,31 @@ def machine_named(name: str) -> Machine:
     if name not in MACHINES:
         raise unknown_name("machine", name, MACHINES)
     return MACHINES[name]
+
+
+#: FP32 peak with boost and memory bandwidth. 16-bit peaks where they are faster, those of tensor cores from `v100` on.
+#: All are dense, of the boards with the fastest links (SXM). Later ones are the machines of whole jobs.
+#: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("k80", 4.37e12, 240e9),
+        Device("titan-x-maxwell", 6.6e12, 336.5e9),
+        Device("titan-x-pascal", 10.97e12, 480e9),
+        Device("titan-xp", 12.15e12, 547.7e9),
+        Device("gtx-1080ti", 11.34e12, 484e9),
+        Device("p100", 10.6e12, 732e9, fp16_flops_per_s=21.2e12),
+        Device("v100", 15.7e12, 900e9, fp16_flops_per_s=125e12),
+        *map(Device.of, MACHINES.values()),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """Return one of `DEVICES`. Raises `InputError`, with the nearest names, on an unknown one."""
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    return DEVICES[name]
 
 
 #: The axes of a network, by field, that a machine has, with its own fields for them.

@@ -9,10 +9,7 @@ from legato.core.workload import Phase
 from legato.zoo.language.layer import Passes, embeddings, layer, output
 from legato.zoo.presets import framework_named
 
-__all__ = ["job_of_one_gpu", "part_of", "part_times"]
-
-#: The first component of the names of ops before the layers.
-_BEFORE = ("embeddings", "positions")
+__all__ = ["job_of_one_gpu", "part_times"]
 
 
 def job_of_one_gpu(name: str, model: LanguageModel, machine: Machine, microbatch: int, *, recompute: bool) -> Job:
@@ -28,18 +25,11 @@ def job_of_one_gpu(name: str, model: LanguageModel, machine: Machine, microbatch
     )
 
 
-def part_of(op: str) -> str:
-    """Return the part of the model that an op belongs to, by the op's name: a key of `part_times`."""
-    first = op.partition("/")[0]
-    if first.startswith("layer"):
-        return op if op == f"{first}/recompute" else first
-    return _BEFORE[0] if first in _BEFORE else "output"
-
-
 def part_times(job: Job) -> dict[tuple[str, Phase], float]:
     """Return the seconds for which each part of the model computes on a micro-batch, by part and phase.
 
-    The parts are `embeddings`, `layer0` and so on, what is recomputed of each of these, and `output`.
+    The parts, which the names of ops tell (`legato.zoo.lower`), are `embeddings`, `layer0` and so on, what is
+    recomputed of each of these, and `output`.
     """
     plain = replace(job, recompute="none")
     kinds = {mixture: (layer(plain, mixture), layer(job, mixture)) for mixture in (False, True)}
