@@ -17,7 +17,7 @@ from legato.core.axes import BY_NAME
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.job import Machine
-from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.quantities import parse_bytes, parse_seconds
 from legato.core.text import count
 from legato.core.workload import Workload
 
@@ -30,8 +30,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def _axis(name: str) -> Any:
-    return setting(BY_NAME[name].default, BY_NAME[name].help)
+def _link(name: str) -> Any:
+    return setting(None, BY_NAME[name].help, show_default=str(BY_NAME[name].default))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class FullySharded:
         metavar="NAME|FILE",
         show_default="none",
     )
-    gpus_per_host: int = _axis("gpus_per_host")
-    local_bandwidth: str = _axis("local_bandwidth")
-    gpus_per_card: int = _axis("gpus_per_card")
+    gpus_per_host: int | None = _link("gpus_per_host")
+    local_bandwidth: str | None = _link("local_bandwidth")
+    gpus_per_card: int | None = _link("gpus_per_card")
     micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
     param_dtype: Precision | None = setting(
         None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
@@ -70,9 +70,21 @@ class FullySharded:
     )
     code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
 
+    @property
+    def written(self) -> dict[str, Path | None]:
+        """The files that are written, by option."""
+        return {"report": self.report, "program": self.program}
+
     def given(self) -> list[str]:
         """The options that differ from their defaults."""
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+
+    def _axis(self, name: str) -> Any:
+        """The value on an axis of the network."""
+        axis, value = BY_NAME[name], getattr(self, name)
+        if value is None:
+            return axis.usual
+        return value if axis.parse is None else quantity(name.replace("_", "-"), value, axis.parse)
 
     def on_machine(self, network: Given) -> Machine | None:
         """The machine, with what the options change in it. Raises `InputError` on options that it has no use for."""
@@ -94,9 +106,9 @@ class FullySharded:
         gathered = workload.itemsize if self.param_dtype is None else _ITEMSIZE[self.param_dtype]
         return Sharding(
             memory_bytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
-            gpus_per_host=self.gpus_per_host,
-            gpus_per_card=self.gpus_per_card,
-            local_bandwidth_bps=quantity("local-bandwidth", self.local_bandwidth, parse_bandwidth),
+            gpus_per_host=self._axis("gpus_per_host"),
+            gpus_per_card=self._axis("gpus_per_card"),
+            local_bandwidth_bps=self._axis("local_bandwidth"),
             micro_batches=self.micro_batches,
             precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
             host_s=quantity("host-time", self.host_time, parse_seconds),

@@ -200,7 +200,7 @@ def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> A
         note(f"--fidelity {given} is called {found} now")
         return found
     if given not in (None, "formulas", detailed):
-        raise InputError(f"--fidelity {given}: (expected formulas or {detailed} here)")
+        raise InputError(f"--fidelity: {given} (expected formulas or {detailed} here)")
     return given or detailed
 
 

@@ -100,7 +100,7 @@ def plan(
     """
     from legato.schedule.compare import best, check_bounds, compare
 
-    keep_apart([workload, *([network.file] if network.file else [])], output=output, timeline=timeline)
+    keep_apart([workload, *([network.file] if network.file else [])], output=output, timeline=timeline, **fully.written)
     names = [] if how.scheduler == "all" else split(how.scheduler)
     most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
     machines = _machines(network, how)

@@ -132,6 +132,8 @@ def sweep(
     if cells.share:
         if output is not None or report is not None or network.axes["servers"] is not None:
             raise InputError("--share: no --output, --report and --servers in a sweep (expected --json for the rows)")
+        if running != Running():
+            raise InputError("--share: no --jobs, --backend and --fresh in a sweep (expected none of them)")
         what = Simulated(cells.fabric, fidelity, cells.iterations, cells.scheduler)
         sweep_shared(read, what, network, options, cells.hosts or "packed", json)
         return

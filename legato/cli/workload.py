@@ -15,7 +15,7 @@ from legato.cli.output import describe_size, note, print_json, say
 from legato.cli.whole_jobs import Layout, write_job
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
-from legato.core.job import LanguageModel
+from legato.core.job import LanguageModel, Machine
 from legato.core.quantities import parse_flops, parse_seconds
 from legato.core.text import count
 from legato.core.units import format_bytes, format_seconds
@@ -162,6 +162,8 @@ def _estimated(model: zoo.Model, estimate: Estimate, training: Training) -> Work
         peak = quantity("device-flops", estimate.device_flops, parse_flops)
         peaks = [field for field in machine.__struct_fields__ if field.endswith("flops_per_s")]
         label = f"{machine.name} at {estimate.device_flops}"
+        if isinstance(machine, Machine) and estimate.precision == "fp32":
+            peak *= 2  # a machine's is that in 16 bits
         machine = msgspec.structs.replace(machine, name=label, **dict.fromkeys(peaks, peak))
     if estimate.efficiency is not None:
         efficiency = estimate.efficiency

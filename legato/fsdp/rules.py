@@ -146,7 +146,8 @@ def program_of(
     everyone = (tuple(range(costs.ranks)),)
     in_hosts = tuple(tuple(range(first, first + per_host)) for first in range(0, costs.ranks, per_host))
     communications = tuple(
-        Communication("data", operation, in_hosts if in_host else everyone, nbytes)
+        # A program on more data-parallel workers has more members in groups of the kind data.
+        Communication(*(("host", operation, in_hosts) if in_host else ("data", operation, everyone)), nbytes)
         for _, operation, nbytes, in_host in made.collectives
     )
     starts: dict[int, list[Start]] = {}

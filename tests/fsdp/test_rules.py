@@ -136,3 +136,11 @@ def test_a_program_takes_what_the_rules_say(seed, accumulated):
 def test_replicas_are_no_program():
     with pytest.raises(InputError, match="replicas: 2 as a program"):
         program_of(blocks(2), by_block(2, replicas=2), Costs(8, FREE, FREE, FREE, FREE), Precision(2, 2, 4), per_host=1)
+
+
+def test_more_workers_leave_gathers_inside_their_hosts():
+    units, costs = blocks(3), Costs(8, FREE, FREE, FREE)
+    wrapping = Wrapping("host", tuple(Group((unit.path,), 4) for unit in units))
+    program = traced.repeated(program_of(units, wrapping, costs, Precision(2, 2, 4), per_host=4), 16)
+    sizes = {(one.kind, len(one.groups), len(one.groups[0])) for one in program.communications}
+    assert sizes == {("data", 1, 16), ("host", 4, 4)}

@@ -137,6 +137,7 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
         (["--shard", "parameters", "--gpus-per-host", "5"], "gpus per host: 5"),
         (["--shard", "parameters", "--machine", "h101"], "unknown machine 'h101'"),
         (["--shard", "parameters", "--machine", "h100", "--latency", "5us"], "--latency: with --machine"),
+        (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "1"], "--gpus-per-card: with --machine"),
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "2"], "--gpus-per-card: with --machine"),
         (["--machine", "h100"], "--machine: with --shard none (expected --shard parameters)"),
         (["--shard", "parameters", "--servers", "2"], "FSDP2 has no servers"),
@@ -148,3 +149,24 @@ def test_options_that_do_not_fit_get_one_line(tmp_path, capsys, options, said):
     status, out, err = run(capsys, "plan", model, *options)
     assert (status, out) == (2, "")
     assert said in err and len(err.splitlines()) == 1
+
+
+def test_a_link_as_fast_as_the_default_is_not_that_of_the_machine(tmp_path, capsys):
+    """What was typed counts, though it is what the option has without a machine."""
+    model, found = tmp_path / "w.json", []
+    legato.write(model, LLAMA)
+    for links in ([], ["--local-bandwidth", "100Gbit"], ["--local-bandwidth", "99Gbit"]):
+        command = ["plan", model, "--shard", "parameters", "--workers", 8, "--machine", "h100", *links, "--json"]
+        status, out, err = run(capsys, *command)
+        assert status == 0, err
+        found.append(json.loads(out)[0]["iteration_s"])
+    fast, default, slow = found
+    assert fast < default < slow
+
+
+def test_a_program_overwrites_no_file_that_is_read(tmp_path, capsys):
+    model = tmp_path / "w.json"
+    legato.write(model, LLAMA)
+    status, _, err = run(capsys, "plan", model, "--shard", "parameters", "--program", model)
+    assert status == 2 and "--program" in err and "the same file as one that is read" in err
+    assert legato.read(model) == LLAMA
