@@ -100,6 +100,15 @@ def test_what_the_states_of_a_language_model_take(ask, capsys, model):
     assert "bf16 gradients" in alone and "parameters" in whole and "gradients" in whole
 
 
+def test_a_stated_peak_is_that_of_the_precision(ask):
+    """Products take as long in 32 bits at 100 TFLOP/s as in 16 bits; memory traffic twice as long."""
+    wide, narrow = (
+        ask("workload", "llama-3-8b", "--device-flops", "100T", "--precision", precision)["forward_s"]
+        for precision in ("fp32", "bf16")
+    )
+    assert narrow < wide < 1.1 * narrow
+
+
 def test_accumulated_micro_batches(ask):
     alone = ask("workload", "llama-3-8b", "--batch", 6, "--accumulate", 3)
     job = ask("workload", "llama-3-8b", "--gpus", 1, "--microbatches", 3, "--microbatch-size", 2)

@@ -218,11 +218,11 @@ def _cluster(cluster: Cluster, workload: Workload | None) -> dict[str, Any]:
     names = ["collective", "per message (alpha)", "per MiB (beta)", "goodput", "merge below"]
     rows = []
     for name, cost in cluster.collectives.items():
-        beta = cost.beta_s_per_byte
-        even = cost.alpha_s / beta if beta else None
+        alpha, beta = cost.line.alpha_s, cost.line.beta_s_per_byte
+        even = alpha / beta if beta else None
         cells = [
             table_cell(name, name),
-            table_cell(format_seconds(cost.alpha_s), cost.alpha_s),
+            table_cell(format_seconds(alpha), alpha),
             table_cell(format_seconds(beta * 2**20), beta),
             table_cell(format_bandwidth(8 / beta) if beta else "", 8 / beta if beta else None),
             table_cell(format_bytes(even) if even is not None else "", even),

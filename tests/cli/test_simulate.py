@@ -338,4 +338,4 @@ def test_the_words_of_before_mean_the_same(capsys, workload, before, now):
     (found,), (expected,) = json.loads(out), json.loads(same)
     assert found | {"simulate_s": 0} == expected | {"simulate_s": 0}
     status, _, err = run(capsys, *arguments, "flows")
-    assert status == 2 and err == "legato: --fidelity flows: (expected formulas or transfers here)\n"
+    assert status == 2 and err == "legato: --fidelity: flows (expected formulas or transfers here)\n"

@@ -129,8 +129,10 @@ def threshold_bytes(cost: LinearCost) -> float:
     """The least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
     It is 0 where startup is free, and infinite where only startup costs. If f(x) is
-    at the floor of the cost, 0.8 is passed at (1.6 floor - alpha) / (2 beta).
+    at the floor of the cost, 0.8 is passed at (1.6 floor - alpha) / (2 beta). Of a cost
+    that follows measured sizes, it is that of the line through them.
     """
+    cost = cost.line
     if cost.startup_s == 0:
         return 0.0
     if cost.beta_s_per_byte == 0:

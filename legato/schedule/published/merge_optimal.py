@@ -90,7 +90,8 @@ def merge_neighbours(
         counts = f"{len(release_s)} release times and {len(nbytes)} sizes"
         raise ValueError(f"{counts} (expected equal numbers, at least one)")
     with_floor = _with_floor if len(nbytes) <= _FEW else _with_floor_of_many
-    bent = cost.floor_s or (cost.points and len(nbytes) <= _FEW)
+    cost = cost if len(nbytes) <= _FEW else cost.line
+    bent = cost.floor_s or cost.points
     finish, split = (with_floor if bent else earliest_finishes)(release_s, nbytes, cost, most)
     groups, stop = [], len(nbytes)
     while stop:
