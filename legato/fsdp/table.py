@@ -429,7 +429,8 @@ class _OfWorkload(_Table):
 
     def _ddp(self) -> Row:
         """Under DDP, parameters are stored whole, and gradients are reduced in the same precision as FSDP2's."""
-        both = LinearCost(2 * self.costs.gather.alpha_s, 2 * self.costs.gather.beta_s_per_byte)
+        gather, halves = self.costs.gather, 1 if self.sharding.machine is not None else 2  # jobs pay one latency
+        both = LinearCost(halves * gather.alpha_s, 2 * gather.beta_s_per_byte)
         cluster = self.cluster
         if self.sharding.machine is not None or self.sharding.gpus_per_host > 1:
             cluster = Cluster(cluster.workers, {"ring": both})

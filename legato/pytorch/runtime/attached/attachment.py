@@ -683,17 +683,16 @@ class Attachment:
 
     def _end_tournament(self) -> None:
         """Say after each round what was measured, and stay with the plan of a tournament that is over."""
-        if self._tournament is None:
+        if self._tournament is None or (self._tournament.goes_on and self._tournament.rounds == self._told_rounds):
             return
         measured = self._tournament.measured
         found = ", ".join(
             f"{name} {format_seconds(m.seconds)} +- {format_seconds(m.scatter)}" for name, m in measured.items()
         )
         if self._tournament.goes_on:
-            if self._tournament.rounds > self._told_rounds:
-                self._told_rounds = self._tournament.rounds
-                left = f"at most {self._tournament.most_left} steps to go"
-                self.say(f"round {self._told_rounds} of turns is over, {left} (median step of each: {found})")
+            self._told_rounds = self._tournament.rounds
+            left = f"at most {self._tournament.most_left} steps to go"
+            self.say(f"round {self._told_rounds} of turns is over, {left} (median step of each: {found})")
             return
         self.tournament, self._tournament, self._told_rounds = measured, None, 0
         which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
