@@ -116,7 +116,7 @@ def distribute(  # noqa: PLR0913
     if shard != "none" and optimizer is not None:
         check_shardable(innermost_optimizer(optimizer))
     if automatic:
-        plan = msgspec.structs.replace(default_buckets(model), scheduler="ddp")
+        plan = msgspec.structs.replace(default_buckets(model), scheduler="ddp", carrier="ddp")
     elif not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
     model, optimizer = attach(
@@ -164,8 +164,8 @@ def in_wire(plan: Plan, wire: Rounding) -> Plan:
             f"wire: {wire!r} with a plan that {what} (expected 'none' to carry it out as it is, or 'all-{wire}' to "
             "round all of its messages)"
         )
-    rounded = (msgspec.structs.replace(message, wire=wire.removeprefix("all-")) for message in plan.messages)
-    return msgspec.structs.replace(plan, messages=tuple(rounded))
+    fmt = wire.removeprefix("all-")
+    return plan.sending(tuple(msgspec.structs.replace(message, wire=fmt) for message in plan.messages))
 
 
 def _check_wire(wire: str, shard: Shard) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "MOST_CHUNKS",
     "ROUNDINGS",
     "SHARDS",
+    "Carrier",
     "Kind",
     "Message",
     "Plan",
@@ -37,6 +38,9 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 #: What is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
+#: Who carries a plan out: legato, in the plan's order; torch's DDP, whose buckets the messages are; or parameter
+#: servers that send pulls in a new random order in each iteration, of which the plan's is one.
+Carrier = Literal["legato", "ddp", "unordered"]
 
 #: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
 #: to simulate. Real plans have hundreds; only a model of 4 TB in slices of 4 MiB has a million.
@@ -132,6 +136,8 @@ class Plan(
     optimizer op waits for the reduce_scatters of the tensors that it reads; an
     all_gather for the optimizer ops that update its tensors; a forward op for the
     all_gathers of the tensors that it reads.
+
+    `carrier` says who carries the plan out; DDP carries out all-reduces of exact gradients.
     """
 
     scheduler: str
@@ -142,10 +148,13 @@ class Plan(
     workload_id: str = ""
     cluster_id: str = ""
     shard: Shard = "none"
+    carrier: Carrier = "legato"
 
     def __post_init__(self) -> None:
         if not self.messages:
             raise InputError("messages: none given (expected at least one)")
+        if self.carrier == "ddp" and not _suit_ddp(self.messages):
+            raise InputError("carrier: 'ddp' (expected 'legato': DDP sends only all-reduces of exact gradients)")
         chunks = sum(message.depth for message in self.messages)
         if chunks > MOST_CHUNKS:
             count = f"{len(self.messages):,} messages of {chunks:,} chunks"
@@ -159,6 +168,11 @@ class Plan(
         carried = [(message.nbytes, message.wire) for message in self.messages if message.kind in _AGGREGATE]
         total = sum(nbytes for nbytes, _ in carried)
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
+
+    def sending(self, messages: tuple[Message, ...]) -> Plan:
+        """The plan with other messages. What DDP does not send, legato sends."""
+        carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
+        return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
     def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
         """The plan with halves in place of its all_reduces, where workers keep their own part of what `shard` says.
@@ -186,7 +200,8 @@ class Plan(
         first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in groups]
         second = [msgspec.structs.replace(message, kind="all_gather") for message in groups]
         second.sort(key=lambda message: min(places.get(name, len(places)) for name in message.tensors))
-        return msgspec.structs.replace(self, messages=(*first, *second), shard=shard, forward_overlap=True)
+        messages = (*first, *second)
+        return msgspec.structs.replace(self, messages=messages, shard=shard, forward_overlap=True, carrier="legato")
 
     def __str__(self) -> str:
         """The schedule, one line per message."""
@@ -296,6 +311,10 @@ def check_plan(plan: Plan, workload: Workload) -> None:
     check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
     if plan.op_order:
         _check_op_order(plan.op_order, workload)
+
+
+def _suit_ddp(messages: Iterable[Message]) -> bool:
+    return all(one.kind == "all_reduce" and one.wire is None for one in messages)
 
 
 def check_messages(plan: Plan, sizes: dict[str, int]) -> None:

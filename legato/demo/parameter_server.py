@@ -47,7 +47,7 @@ def _run(model: str, steps: int, servers: int, folder: Path, advance: Advance) -
     predicted = {}
     if dist.get_rank() == 0:
         found = compare(workload, cluster, progress=functools.partial(advance, SERVER_STAGES[2]))
-        orders |= {c.plan.scheduler: c.plan for c in found if c.plan.scheduler != "random"}
+        orders |= {c.plan.scheduler: c.plan for c in found if c.plan.carrier != "unordered"}
         predicted = {c.plan.scheduler: c.iteration_s for c in found}
     names = broadcast_bytes(",".join(orders).encode(), dist.group.WORLD).decode().split(",")
     for name in names[1:]:

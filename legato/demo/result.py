@@ -20,7 +20,7 @@ STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
 
 def measured_names(plan: Plan) -> tuple[str, str]:
     """The names of the two trainings: under DDP, and under the plan, which differ also if the plan is DDP's own."""
-    return "ddp", plan.scheduler if plan.scheduler != "ddp" else "ddp in legato's runtime"
+    return "ddp", plan.scheduler if plan.carrier == "legato" else "ddp in legato's runtime"
 
 
 class ModelResult(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
             fit_error=calibration.median_error,
             worst_fit_error=calibration.worst_error,
             rows=[candidate.row() for candidate in candidates],
-            predicted=[c.timeline for c in candidates if c.plan.scheduler in ("ddp", plan.scheduler)],
+            predicted=[c.timeline for c in candidates if c.plan.carrier == "ddp" or c.plan == plan],
             measured=measured,
             plan=plan,
             merged=next((c.plan for c in candidates if c.plan.scheduler == "merge-optimal"), plan),

@@ -91,8 +91,8 @@ def schedule(
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
-    if name == "legato":
-        return with_node_order(legato(workload, cluster, shard=shard, wire=wire, **options), workload)
+    if "shard" in own:  # it plans for shards and wire formats itself
+        return with_node_order(every[name](workload, cluster, shard=shard, wire=wire, **options), workload)
     costs = cluster.while_computing()
     if shard != "none":
         costs = in_halves(costs, options.get("collective"), f"shard {shard!r}")

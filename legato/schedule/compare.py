@@ -192,12 +192,12 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
     prediction leaves out is likely to hit all plans of one kind.
     """
     different: dict[Any, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda c: (c.plan.scheduler != "ddp", c.iteration_s)):
+    for candidate in sorted(candidates, key=lambda c: (c.plan.carrier != "ddp", c.iteration_s)):
         if candidate.runnable:
             plan = candidate.plan
             different.setdefault((plan.messages, plan.forward_overlap, plan.node_order), candidate)
-    own = [candidate for candidate in different.values() if candidate.plan.scheduler == "ddp"]
-    others = [candidate for candidate in different.values() if candidate.plan.scheduler != "ddp"]
+    own = [candidate for candidate in different.values() if candidate.plan.carrier == "ddp"]
+    others = [candidate for candidate in different.values() if candidate.plan.carrier != "ddp"]
     kinds = {candidate.plan.forward_overlap: candidate for candidate in reversed(others)}
     chosen = [*kinds.values(), *(c for c in others if c not in kinds.values())][:most]
     return sorted(own + chosen, key=_simplicity)
@@ -228,7 +228,7 @@ def hold_contest() -> None:
 
 
 def _simplicity(candidate: Candidate) -> tuple[bool, int, float]:
-    return candidate.plan.scheduler != "ddp", len(candidate.plan.messages), candidate.iteration_s
+    return candidate.plan.carrier != "ddp", len(candidate.plan.messages), candidate.iteration_s
 
 
 def stock_buckets(

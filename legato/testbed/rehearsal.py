@@ -160,7 +160,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows that `legato rehearse --json` prints."""
-        ddp = next((t.median_s for t in self.trials if t.scheduler == "ddp"), None)
+        ddp_s = self.trials[0].median_s  # `select` puts it first
         return [
             {
                 "scheduler": t.scheduler,
@@ -168,7 +168,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
                 "quartiles_s": t.measured_plan().quartiles_s,
                 "predicted_s": None if t.predicted is None else t.predicted.iteration_s,
                 "error": t.error,
-                "speedup_over_ddp": None if ddp is None else ddp / t.median_s,
+                "speedup_over_ddp": ddp_s / t.median_s,
                 "lower_bound_s": t.lower_bound_s,
                 "num_messages": t.num_messages,
                 **({} if t.rounded is None else {"rounded": t.rounded}),

@@ -52,6 +52,15 @@ def test_what_a_message_and_a_plan_refuse():
         Plan("p", (most, Message((Y,))))
 
 
+def test_ddp_carries_out_exact_all_reduces():
+    plan = Plan("p", (Message((X,)), Message((Y,))), carrier="ddp")
+    assert plan.sending((Message((X, Y)),)).carrier == "ddp"
+    assert plan.sending((Message((X, Y), wire="bf16"),)).carrier == "legato"
+    assert plan.sharded("optimizer", {}).carrier == "legato"
+    with pytest.raises(InputError, match="carrier: 'ddp'"):
+        Plan("p", (Message((X,), wire="bf16"),), carrier="ddp")
+
+
 def test_sizes():
     assert X.nbytes == 8 and Message((X, Slice("y", 1, 4))).nbytes == 11
 

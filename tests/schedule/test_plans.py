@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.strategies import clusters, workloads
 
+from legato import zoo
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import identity
@@ -114,3 +115,17 @@ def test_what_theory_says_about_plans_without_forward_overlap(workload, cluster)
     seconds = {name: iteration_time(workload, schedule(name, workload, cluster), cluster) for name in SCHEDULERS}
     assert seconds["merge-optimal"] <= seconds["mg-wfbp"] <= seconds["fifo"]
     assert seconds["merge-optimal"] <= min(seconds["single"], seconds["ddp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "carrier"),
+    [
+        ("ddp", {}, "ddp"),
+        ("ddp", {"wire": "all-bf16"}, "legato"),
+        ("ddp", {"shard": "optimizer"}, "legato"),
+        ("legato", {}, "legato"),
+    ],
+)
+def test_who_carries_out_a_plan(name, options, carrier):
+    cluster = Cluster.derive(4, 10e9, 30e-6)
+    assert schedule(name, zoo.workload("alexnet-v2"), cluster, **options).carrier == carrier

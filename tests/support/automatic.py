@@ -52,7 +52,8 @@ def hasty(contest):
 
     def planned(task):
         tensors = {tensor.name: tensor.nbytes for tensor in task.workload.tensors}
-        every = Plan("ddp", (Message(tuple(Slice(name, 0, size) for name, size in tensors.items())),))
+        all_together = Message(tuple(Slice(name, 0, size) for name, size in tensors.items()))
+        every = Plan("ddp", (all_together,), carrier="ddp")
         flat = Plan("flat", tuple(Message((Slice(name, 0, size),)) for name, size in tensors.items()))
         overlapped = msgspec.structs.replace(flat, scheduler="overlapped", forward_overlap=task.overlap)
         return {"ddp": [every], "plan": [overlapped], "turns": [every, overlapped, flat]}[contest]

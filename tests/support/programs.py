@@ -344,7 +344,7 @@ class Job:
         """DDP's plan and some others."""
         from legato.auto import default_buckets
 
-        ddps = msgspec.structs.replace(default_buckets(model), scheduler="ddp")
+        ddps = msgspec.structs.replace(default_buckets(model), scheduler="ddp", carrier="ddp")
         return [ddps, *(self.plan(model) for _ in range(self.attaching.randint(1, 2)))]
 
     def planned(self, contest):

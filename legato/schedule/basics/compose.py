@@ -11,7 +11,7 @@ import msgspec
 from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster
 from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.files import identity
-from legato.core.plan import MOST_CHUNKS, Message, Plan, Slice
+from legato.core.plan import MOST_CHUNKS, Carrier, Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.schedule.basics.joined import ALIGNMENT
 
@@ -198,6 +198,7 @@ def compose(
     cluster: Cluster,
     *,
     forward_overlap: bool = False,
+    carrier: Carrier = "legato",
 ) -> Plan:
     """A plan of these messages that records the workload and the cluster it was made for."""
     return Plan(
@@ -206,4 +207,5 @@ def compose(
         forward_overlap=forward_overlap,
         workload_id=identity(workload),
         cluster_id=identity(cluster),
+        carrier=carrier,
     )

@@ -32,6 +32,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
+
 from legato.core.cluster import Cluster
 from legato.core.placement import Placement, place
 from legato.core.plan import Kind, Message, Plan, Slice
@@ -93,7 +95,8 @@ def random_pulls(
     """Push in ready order, pull in an order shuffled by `seed`. Raises `InputError` as `tic` does."""
     order = list(range(len(workload.tensors)))
     random.Random(seed).shuffle(order)
-    return push_and_pull("random", order, workload, cluster, collective, placement)
+    plan = push_and_pull("random", order, workload, cluster, collective, placement)
+    return msgspec.structs.replace(plan, carrier="unordered")
 
 
 def pull_optimal(

@@ -66,7 +66,8 @@ def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHE
     limit = {} if problem.max_message_bytes is None else {"max_message_bytes": problem.max_message_bytes}
     for name in names:
         with suppress(TooLargeError, PlanError):
-            yield PUBLISHED[name](problem.workload, problem.cluster, collective=collective, **limit)
+            plan = PUBLISHED[name](problem.workload, problem.cluster, collective=collective, **limit)
+            yield msgspec.structs.replace(plan, carrier="legato")
 
 
 def contenders(cluster: Cluster) -> list[str]:

@@ -102,7 +102,7 @@ def legato(  # noqa: PLR0913
     if shard != "none":
         costs = in_halves(cluster, collective, f"shard {shard!r}")
     plan = _solve(Problem(workload, costs, collective, *within, seed, max_message_bytes, shard, wire))
-    return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster))
+    return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster), carrier="legato")
 
 
 def _solve(problem: Problem) -> Plan:

@@ -211,7 +211,7 @@ class _Formats:
         """The plan in which these units are exact."""
         forms = zip(self._exact, self._rounded, self._unit_of, strict=True)
         messages = tuple(as_is if unit in exact else light for as_is, light, unit in forms)
-        return msgspec.structs.replace(self._plan, messages=messages)
+        return self._plan.sending(messages)
 
     def seconds(self, exact: frozenset[int], budget: Budget) -> float:
         budget.spend(_EVENT_S * self._events)
@@ -293,7 +293,7 @@ class _Cut(NamedTuple):
             fit(msgspec.structs.replace(message, slices=part, wire=wire))
             for part, wire in zip(parts, wires, strict=True)
         ]
-        return msgspec.structs.replace(plan, messages=(*plan.messages[: self.i], *two, *plan.messages[self.i + 1 :]))
+        return plan.sending((*plan.messages[: self.i], *two, *plan.messages[self.i + 1 :]))
 
 
 def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Slice, ...]]:

@@ -89,7 +89,7 @@ class ServerLoop:
             agents=self.agents,
             infer=lambda model: _infer(model, self.clock) if infer else None,
             plan=plan,
-            shuffle=plan.scheduler == "random",
+            shuffle=plan.carrier == "unordered",
             seed=seed,
             patience_s=_PATIENCE_S,
         )

@@ -94,7 +94,7 @@ def _moved(op: Op, new: Mapping[int, int]) -> Op:
 
 
 def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, servers: int) -> Prediction:
-    """Predict an iteration under a plan; a plan called `random` means random orders, a different one per worker.
+    """Predict an iteration under a plan; an unordered one means random orders, a different one per worker.
 
     `workload` is a result of `own_updates`. Every message has to be a whole tensor.
     """
@@ -111,7 +111,7 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
         fabric = _RuntimeFabric(servers=servers, barrier=False, turn_s=costs.turn_s, update_s=update_s, seed=seed)
         return simulate_flow(one, padded, fabric, network, keep_transfers=False)
 
-    runs = [run(job, seed) for seed in (range(_DRAWS) if plan.scheduler == "random" else (None,))]
+    runs = [run(job, seed) for seed in (range(_DRAWS) if plan.carrier == "unordered" else (None,))]
     typical = sorted(runs, key=lambda result: result.iteration_s)[len(runs) // 2]
     return Prediction(
         statistics.median(result.iteration_s for result in runs),

@@ -97,7 +97,7 @@ class ServerTrial(msgspec.Struct, frozen=True):
         predicted_s, messages = self.predicted_s, self.num_messages
         return MeasuredPlan.of(self.scheduler, self.measured_s, predicted_s=predicted_s, num_messages=messages)
 
-    def row(self, random_s: float | None) -> dict[str, Any]:
+    def row(self, random_s: float) -> dict[str, Any]:
         """Return the row that `legato rehearse --servers --json` prints."""
         return {
             "scheduler": self.scheduler,
@@ -105,7 +105,7 @@ class ServerTrial(msgspec.Struct, frozen=True):
             "quartiles_s": self.measured_plan().quartiles_s,
             "predicted_s": self.predicted_s,
             "error": self.error,
-            "speedup_over_random": None if random_s is None else random_s / self.median_s,
+            "speedup_over_random": random_s / self.median_s,
             "iterations_per_s": len(self.measured_s) / sum(self.measured_s),
             "overlap": self.overlap,
             "straggler": statistics.mean(s / t for s, t in zip(self.straggler_s, self.measured_s, strict=True)),
@@ -125,7 +125,7 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
     trials: tuple[ServerTrial, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        random_s = next((trial.median_s for trial in self.trials if trial.scheduler == "random"), None)
+        random_s = self.trials[0].median_s  # `select_orders` puts it first
         return [trial.row(random_s) for trial in self.trials]
 
     def describe(self) -> str:

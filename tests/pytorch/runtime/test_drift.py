@@ -5,6 +5,7 @@ import statistics
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +14,8 @@ from support.ranks import gathered, on_ranks
 from support.training import OPTIMIZERS, build, distance, wrap
 from torch.nn import functional as F
 
-import legato
+import legato.auto
 from legato.pytorch import attachment
-from legato.pytorch.runtime.attached import attachment as runtime
 from legato.pytorch.runtime.attached import drift
 from legato.pytorch.runtime.attached.drift import SAMPLE, WINDOW, DriftMonitor
 from legato.pytorch.runtime.sending import tracing
@@ -99,15 +99,20 @@ class Clock:
         return stop - start
 
 
+def carried(plan):
+    """The plan, which legato carries out even if it is DDP's."""
+    return msgspec.structs.replace(plan, carrier="legato")
+
+
 def slowing_down(replan):
     """(what was said, the plans that stayed) in a training in which rank 1 slows down; its weights are DDP's."""
-    clock, trained, plans = Clock(), [], []
+    clock, trained, plans, planned = Clock(), [], [], legato.auto._planned
     with (
         short_tournaments(),
         patch.multiple(drift, SAMPLE=5, WINDOW=10),
         patch.object(tracing, "clock_for", lambda device: clock),
         # The pace of DDP's passes is not watched, so legato's carry out its plan, too.
-        patch.object(runtime, "is_ddps", lambda plan: False),
+        patch.object(legato.auto, "_planned", lambda contest: list(map(carried, planned(contest)))),
     ):
         for kind in ("ddp", "legato"):
             model = build("Convolutional")

@@ -309,7 +309,7 @@ def test_passes_become_ddps_and_legatos_again(kind, what, views):
         attach(ddp, optimizer, plan)
     for i in range(12):
         if kind == "legato" and i and i % 2 == 0:
-            ddps = msgspec.structs.replace(default_buckets(ddp), scheduler="ddp")
+            ddps = msgspec.structs.replace(default_buckets(ddp), scheduler="ddp", carrier="ddp")
             attachment(ddp).adopt(plan if i % 4 == 0 else ddps)
         train(ddp, optimizer, 1, seed=i)
         ours.append(kind == "legato" and attachment(ddp).reducer is not None)
@@ -326,7 +326,7 @@ def test_the_first_passes_of_a_static_graph_that_are_ddps_again_send_nothing(kin
         attach(ddp, optimizer, random_plan(model, 3))
     train(ddp, optimizer, 4)
     if kind == "legato":
-        attachment(ddp).adopt(msgspec.structs.replace(default_buckets(ddp), scheduler="ddp"))
+        attachment(ddp).adopt(msgspec.structs.replace(default_buckets(ddp), scheduler="ddp", carrier="ddp"))
     with ddp.no_sync():
         train(ddp, optimizer, 2)
     return train(ddp, optimizer, 4)

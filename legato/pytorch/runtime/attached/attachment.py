@@ -58,7 +58,7 @@ from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import Slot, check_plan
 
-__all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
+__all__ = ["Attachment", "innermost_optimizer"]
 
 #: The number of backward passes that send and are DDP's, before the first of legato's.
 FIRST_PASSES = 2
@@ -395,7 +395,7 @@ class Attachment:
     @property
     def _wanted(self) -> Plan | None:
         """The plan that passes are to carry out; None where they are to be DDP's."""
-        if self.reason or self._first or self.observer is not None or is_ddps(self._plan):
+        if self.reason or self._first or self.observer is not None or self._plan.carrier == "ddp":
             return None
         return self._plan
 
@@ -470,7 +470,7 @@ class Attachment:
         except Exception as error:  # of legato's own: training goes on without it
             self.say(f"no plan could be made: {type(error).__name__}: {error}")
         self.observer = None
-        if self._tournament is None and is_ddps(self._plan):
+        if self._tournament is None and self._plan.carrier == "ddp":
             self._rest()
         elif self.reducer is None:
             self._watch_ddp_anew()
@@ -695,11 +695,11 @@ class Attachment:
             self.say(f"round {self._told_rounds} of turns is over, {left} (median step of each: {found})")
             return
         self.tournament, self._tournament, self._told_rounds = measured, None, 0
-        which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
+        which = "DDP's own passes stay" if self._plan.carrier == "ddp" else f"the plan {self._plan.scheduler} stays"
         fastest = min(self.tournament, key=lambda name: self.tournament[name].seconds, default=self._plan.scheduler)
         why = "" if fastest == self._plan.scheduler else f"; {fastest} is not faster by more than the scatter"
         self.say(f"{which}{f' (median step of each: {found}{why})' if found else ''}")
-        if is_ddps(self._plan) and self.reducer is None:
+        if self._plan.carrier == "ddp" and self.reducer is None:
             self._rest()
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
@@ -749,11 +749,6 @@ def _status(attachment: weakref.ref[Attachment]) -> Callable[[], str]:
         return reducer.status() if reducer is not None else "is in a pass of DDP's"
 
     return status
-
-
-def is_ddps(plan: Plan) -> bool:
-    """Whether a plan is the one that DDP carries out itself."""
-    return plan.scheduler == "ddp" and plan.shard == "none" and all(message.wire is None for message in plan.messages)
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
