@@ -25,6 +25,8 @@ __all__ = ["Entry", "Kind", "best_of", "bound_sentence", "entries", "headline", 
 
 #: Iteration times that differ by less than this share count as equal.
 _SAME = 0.005
+#: What the others are compared with, by the names of their schedulers: DDP or, of orders of pulls, the random one.
+BASELINES = {"ddp": "DDP", "random": "the random order"}
 _HELP = {
     "predicted": "The iteration time that the simulator predicts.",
     "measured": "The iteration time of a real run: the median of its timed iterations.",
@@ -146,12 +148,12 @@ def best_of(table: Sequence[Entry]) -> Entry | None:
     as_fast = [e for e in seen if (e.seconds(kind) or 0.0) <= fastest * (1 + _SAME)]
     least = min(e.rounded or 0.0 for e in as_fast)
     as_fast = [e for e in as_fast if (e.rounded or 0.0) <= least + _SAME]
-    return min(as_fast, key=lambda e: (e.scheduler != "ddp", e.num_messages or 0, e.seconds(kind) or 0.0))
+    return min(as_fast, key=lambda e: (e.scheduler not in BASELINES, e.num_messages or 0, e.seconds(kind) or 0.0))
 
 
 def _baseline(table: Sequence[Entry]) -> Entry | None:
     """The entry with which the others are compared: DDP or, of orders of pulls, the random one."""
-    return next((e for name in ("ddp", "random") for e in table if e.scheduler == name), None)
+    return next((e for name in BASELINES for e in table if e.scheduler == name), None)
 
 
 def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
@@ -183,7 +185,7 @@ def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
 
 
 def _shown_name(entry: Entry) -> str:
-    return {"ddp": "DDP", "random": "the random order"}.get(entry.scheduler, entry.scheduler)
+    return BASELINES.get(entry.scheduler, entry.scheduler)
 
 
 def bound_sentence(table: Sequence[Entry]) -> str:
@@ -268,8 +270,9 @@ def _error_cell(e: Entry) -> dict[str, Any]:
 
 def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, Any]]]:
     base = _baseline(table)
-    name = "random" if base is not None and base.scheduler == "random" else "DDP"
-    return f"{kind} over {name}", [table_cell(factor(x), x) for x in (_speedup(table, e, kind) for e in table)]
+    name = "DDP" if base is None else _shown_name(base).removeprefix("the ")
+    speedups = (_speedup(table, e, kind) for e in table)
+    return f"{kind} over {name}", [table_cell(factor(x), x) for x in speedups]
 
 
 def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
