@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,13 +19,23 @@ from legato.core.quantities import parse_seconds
 from legato.core.text import percent, shorten
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
+from legato.ingest import FORMATS
+from legato.ingest.names import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from legato.ingest.traced import Imported, Notes, RankMeasure
 
-_FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
+#: Options that readers call otherwise, and what they get for them.
+_PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "forward": ("forward_s", lambda text: quantity("forward", text, parse_seconds)),
+    "idle": ("keep_idle", lambda how: how == "keep"),
+    "transfer": ("known", Transfers),
+}
+_DEFAULTS = {"batch_size": 1, "idle": "keep"}
+#: What only one worker's workload has.
+_OF_WORKLOAD = ("batch_size", "rank", "timeline", "cluster")
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class OfSends:
 
 
 def import_(
-    format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(_FORMATS)}.")],
+    format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(FORMATS)}.")],
     traces: Annotated[
         list[Path],
         typer.Argument(metavar="FILES...", help="The traces of one job, or their folder, possibly compressed (.gz)."),
@@ -83,15 +95,9 @@ def import_(
 
     traces = in_folders(traces, note)
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
-    if chosen.program:
-        _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})
-        if chosen.batch_size != 1:
-            raise InputError("--batch-size means nothing for --program")
-        if format not in ("chakra", "kineto"):
-            raise InputError(f"--program means nothing for {format} (expected kineto or chakra)")
-    only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster, "transfer": chosen.transfer}
+    read, given = _reader(format, asdict(chosen) | asdict(sends) | {"timeline": timeline, "cluster": cluster})
     with progress("reading") as advance:
-        found = _read(format, traces, chosen, sends, only_step, advance)
+        found = read(traces, progress=advance, **given)
     if chosen.program:
         _write_program(found, traces, output, json)
         return
@@ -139,47 +145,27 @@ def _write_program(found: Imported, traces: list[Path], output: Path, json: bool
     note(f"{describe_program(program)} -> {output}")
 
 
-def _read(
-    format: str,
-    traces: list[Path],
-    chosen: Chosen,
-    sends: OfSends,
-    only_step: dict[str, Any],
-    advance: Callable[[int, int], None],
-) -> Imported:
-    """Read traces in this format; `only_step` are the other options of those that have steps."""
-    usual: dict[str, Any] = {"name": chosen.name, "progress": advance}
-    if format in ("kineto", "execution-trace"):
-        from legato.ingest.execution_trace import import_execution_traces
-        from legato.ingest.kineto.importer import import_kineto
-        from legato.ingest.names import Transfers
-
-        _refuse(format, asdict(sends))
-        read = import_kineto if format == "kineto" else import_execution_traces
-        usual["known"] = Transfers(only_step["transfer"] or ())
-        return read(traces, step=chosen.step, rank=chosen.rank, keep_idle=chosen.idle == "keep", **usual)
-    if format == "chakra":
-        from legato.ingest.chakra.importer import import_chakra, import_chakra_program
-
-        _refuse(format, asdict(sends) | only_step)
-        if chosen.program:
-            return import_chakra_program(traces, name=chosen.name, progress=advance)
-        return import_chakra(traces, rank=chosen.rank, **usual)
-    if format == "send-trace":
-        from legato.ingest.send_trace import import_send_trace
-
-        _refuse(format, only_step | {"rank": chosen.rank})
-        forward_s = None if sends.forward is None else quantity("forward", sends.forward, parse_seconds)
-        given: dict[str, Any] = asdict(sends) | usual
-        del given["forward"]
-        return import_send_trace(traces, forward_s=forward_s, **given)
-    raise unknown_name("format", format, _FORMATS)
-
-
-def _refuse(format: str, options: dict[str, Any]) -> None:
+def _reader(format: str, options: dict[str, Any]) -> tuple[Callable[..., Imported], dict[str, Any]]:
+    """The function that reads traces in this format, and its keywords. Raises `InputError` on an option it lacks."""
+    if format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    program = options.pop("program")
+    if program and FORMATS[format].program is None:
+        able = " or ".join(sorted((name for name, one in FORMATS.items() if one.program), reverse=True))
+        raise InputError(f"--program means nothing for {format} (expected {able})")
+    read, keywords = FORMATS[format].reader(program=program), dict[str, Any]()
+    takes = signature(read).parameters
     for option, value in options.items():
-        if value is not None:
+        if value in (None, _DEFAULTS.get(option)):
+            continue
+        if program and option in _OF_WORKLOAD:
+            raise InputError(f"--{option.replace('_', '-')} means nothing for --program")
+        name, convert = _PARAMETERS.get(option, (option, lambda value: value))
+        if name in takes:
+            keywords[name] = convert(value)
+        elif option != "batch_size" and not (option in _OF_WORKLOAD and "step" in takes):
             raise InputError(f"--{option} means nothing for {format}")
+    return read, keywords
 
 
 def _summary(format: str, found: Imported, job: Workload, output: Path, timeline: Path | None) -> dict[str, Any]:
