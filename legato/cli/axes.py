@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from legato.cli.options import ClusterFile, Group, quantity, split
+from legato.cli.options import ClusterFile, Collective, Group, quantity, split
 from legato.core import files
 from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
@@ -26,6 +26,7 @@ __all__ = [
     "SEVERAL_TIMES",
     "FabricOptions",
     "Given",
+    "Kinds",
     "Machines",
     "NetworkOptions",
     "SweptOptions",
@@ -37,6 +38,8 @@ SEVERAL = " Several values are separated by commas."
 SEVERAL_TIMES = " Given several times, each is a value; none is the undisturbed network."
 
 
+#: Of a parameter: one, or one for each job if jobs can differ, or several in a sweep.
+_Values = Literal["one", "each job", "several"]
 #: Of commands whose fabric has servers only if their number is given.
 NO_SERVERS = {"show_default": "none"}
 
@@ -55,8 +58,8 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _parameter(axis: Axis, values: Literal["one", "each job", "several"] = "one", **own: Any) -> Parameter:
-    """The axis as a command's parameter, with one value, one for each job if jobs can differ, or several in a sweep."""
+def _parameter(axis: Axis, values: _Values = "one", **own: Any) -> Parameter:
+    """The axis as a command's parameter."""
     kind, default = axis.type, axis.default
     if axis.in_cluster or axis.shown:  # whether it is given makes a difference
         own = {"show_default": axis.shown or str(default)} | own
@@ -78,24 +81,45 @@ _CLUSTER = Parameter("cluster", Parameter.KEYWORD_ONLY, default=None, annotation
 
 @dataclass(frozen=True)
 class Given:
-    """What the options say of a network: a cluster file, and the axes as they were typed, by name."""
+    """What the options say of a network: a cluster file, and the axes that were typed, by name."""
 
     file: Path | None
     axes: dict[str, Any]
 
     @classmethod
-    def of(cls, cluster: Path | None = None, **axes: Any) -> Given:
+    def made(cls, cluster: Path | None = None, **axes: Any) -> Given:
         return cls(cluster, axes)
 
     def replace(self, **axes: Any) -> Given:
         """The same with other values on these axes."""
-        return Given(self.file, self.axes | axes)
+        return Given(self.file, {name: value for name, value in (self.axes | axes).items() if value is not None})
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are read."""
+        return [] if self.file is None else [self.file]
 
     def refuse_beside_file(self) -> None:
         """Raise `InputError` if there is a cluster file, and also what it replaces."""
-        for name, value in self.axes.items():
-            if self.file is not None and BY_NAME[name].in_cluster and value is not None:
+        for name in self.axes:
+            if self.file is not None and BY_NAME[name].in_cluster:
                 raise InputError(f"--cluster and --{name}: give one or the other")
+
+    def typed(self, *parts: str) -> list[Axis]:
+        """Those axes of these parts (`Axis.part`) that were typed."""
+        return [axis for axis in NETWORK if axis.name in self.axes and axis.part in parts]
+
+    def of(self, *parts: str) -> dict[Axis, Any]:
+        """The values on these axes."""
+        return {axis: self._value(axis) for axis in self.typed(*parts)}
+
+    def fields(self) -> dict[str, Any]:
+        """The same of all that a machine and what connects it have, by field."""
+        return {axis.field: value for axis, value in self.of("links", "switches").items()}
+
+    def several_of(self, *parts: str) -> dict[Axis, tuple[Any, ...]]:
+        """The same of a sweep."""
+        return {axis: tuple(self._values(axis)) for axis in self.typed(*parts)}
 
     def machines(self, collective: str | None = None) -> Machines:
         """The machines that the options describe; their default collective is the one asked for."""
@@ -124,12 +148,16 @@ class Given:
             axis.field: (of_file[axis.field],) if axis.in_cluster else tuple(self._values(axis)) for axis in NETWORK
         }
 
+    def value(self, name: str) -> Any:
+        """The value on this axis."""
+        return self._value(BY_NAME[name])
+
     def _value(self, axis: Axis) -> Any:
         value = self.axes.get(axis.name)
         return axis.usual if value is None else _parsed(axis, value)
 
     def _values(self, axis: Axis) -> list[Any]:
-        value = self.axes[axis.name]
+        value = self.axes.get(axis.name)
         if value is None:
             return [axis.usual]
         if axis.repeated:
@@ -181,18 +209,23 @@ def _quantities(axis: Axis, text: str) -> list[Any]:
     return found[::-1]
 
 
-def axes(*names: str, **own: dict[str, Any]) -> Group:
-    """The options about these axes, with the command's `own` defaults or limits, and a cluster file beside them."""
-    return Group([_CLUSTER, *(_parameter(BY_NAME[name], **own.get(name, {})) for name in names)], Given.of)
+def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict[str, Any]) -> Group:
+    """The options about the axes with these names, or of these parts, with the command's `own` defaults or limits.
+
+    With a cluster file beside them, if there may be one; without names, all axes of the network.
+    """
+    chosen = [axis for axis in NETWORK if not names or axis.name in names or axis.part in names]
+    parameters = [_parameter(axis, values, **own.get(axis.name, {})) for axis in chosen]
+    return Group([*([_CLUSTER] if cluster else []), *parameters], Given.made)
 
 
 #: All options about the network of `simulate`, and about the networks of `sweep`.
-NetworkOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "each job") for axis in NETWORK)], Given.of)]
-SweptOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "several") for axis in NETWORK)], Given.of)]
+NetworkOptions = Annotated[Given, axes(values="each job")]
+SweptOptions = Annotated[Given, axes(values="several")]
 
 
 def _fabric_options(**given: Any) -> dict[str, Any]:
-    return {axis.field: _parsed(axis, given[axis.name]) for axis in FABRIC if given[axis.name] is not None}
+    return {BY_NAME[name].field: _parsed(BY_NAME[name], value) for name, value in given.items()}
 
 
 #: The options of fabrics that were given, by field.
@@ -259,3 +292,25 @@ def _beyond_one_switch(network: Network) -> list[str]:
     ratios = [ratio for ratio in (network.oversubscription, network.core_oversubscription) if ratio != 1]
     words += [f"{ratio:g}:1" for ratio in ratios]
     return [*words, network.balance] if network.switches.has_choice else words
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The collectives that plans may send."""
+
+    collective: Collective = None
+    backend: Annotated[
+        Literal["any", "gloo", "nccl"] | None,
+        typer.Option(
+            help="torch's backend that the plan is for: nccl carries out a ring in its own way, and over gloo legato "
+            "carries out all collectives.",
+            show_default="any, or all that the cluster file has",
+        ),
+    ] = None
+
+    def machines(self, network: Given) -> Machines:
+        """The machines, with those collectives that the backend carries out."""
+        machines = network.machines(self.collective)
+        if self.backend is None and (network.file is not None or self.collective is not None):
+            return machines
+        return machines._replace(cluster=machines.cluster.for_backend(self.backend or "any"))

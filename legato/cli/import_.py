@@ -129,7 +129,7 @@ def import_(
 
 
 def _write_program(found: Imported, traces: list[Path], output: Path, json: bool) -> None:
-    from legato.cli.programs import describe_program, program_values
+    from legato.cli.nouns.program import describe_program, program_values
     from legato.ingest.source import named
 
     assert found.whole is not None

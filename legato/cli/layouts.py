@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
-from legato.cli.options import Json, check_file, keep_apart, quantity
+from legato.cli.axes import Given, axes
+from legato.cli.nouns.job import DRAWN, breakdown, caveats, values, waits
+from legato.cli.nouns.model import Shape, shape_of
+from legato.cli.options import Json, Options, check_file, keep_apart, quantity, setting, taken_by
 from legato.cli.output import note, print_json, print_text
-from legato.cli.whole_jobs import DRAWN, breakdown, caveats, refuse_others, values, waits
-from legato.cli.workload import Shape, shape_of
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
-from legato.core.quantities import parse_bandwidth, parse_bytes
+from legato.core.quantities import parse_bytes
 from legato.core.text import percent
 from legato.core.units import format_bytes, format_seconds
 
@@ -30,36 +32,83 @@ _MEMORY_SHARE, _UNCOUNTED = 0.9, "memory that allocators and libraries take is n
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
-def layouts(  # noqa: PLR0913 (its options)
-    typed: typer.Context,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
-    ],
-    *,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step, of all replicas.")] = None,
-    device: Annotated[
-        str, typer.Option(help="GPU: a100, h100, h100-500w or b200; or a file that fit-machine wrote.")
-    ] = "h100",
-    preset: Annotated[
-        str, typer.Option(help="Framework: megatron-core, torchtitan or megatron-2021.")
-    ] = "megatron-core",
-    gpus_per_host: Annotated[int | None, typer.Option(help="GPUs of a host.", show_default="the device's")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Bandwidth of each worker's link, such as 10Gbit.", show_default="the device's")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
-    ] = None,
-    number: Annotated[int, typer.Option(help="Number of layouts to show.")] = 10,
+@dataclass(frozen=True)
+class Searched:
+    """What the layouts are of."""
+
+    gpus: int | None = setting(None, "GPUs of the job.")
+    batch: int | None = setting(None, "Sequences of a step, of all replicas.")
+    device: str = setting("h100", "GPU: a100, h100, h100-500w or b200; or a file that fit-machine wrote.")
+    preset: str = setting("megatron-core", "Framework: megatron-core, torchtitan or megatron-2021.")
+    memory: str | None = setting(None, "Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
+    number: int = setting(10, "Number of layouts to show.")
+
+    def find(self, name: str, shape: Shape, links: Given) -> Layouts:
+        """The fastest layouts. Raises `InputError` on what is missing, and if none fits in memory."""
+        from legato.whole_jobs.layouts import fastest
+        from legato.zoo.presets import framework_named, machine_named, with_links
+
+        for option in ("gpus", "batch", "number"):
+            value = getattr(self, option)
+            if value is None or value < 1:
+                raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
+        machine = with_links(machine_named(self.device), links.fields())
+        allowed: float = _MEMORY_SHARE * machine.memory_nbytes
+        if self.memory is not None:
+            allowed = quantity("memory", self.memory, parse_bytes)
+        model, framework = shape_of(name, shape.given()), framework_named(self.preset)
+        assert self.gpus is not None and self.batch is not None
+        found = fastest(name, model, framework, machine, self.gpus, self.batch, allowed, self.number)
+        if found.nearest is not None:
+            raise InputError(
+                f"--memory: none of {found.number:,} layouts fits in {format_bytes(allowed)} (the nearest, "
+                f"{_words(found.nearest.job)}, takes {format_bytes(found.nearest.memory.total)})"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where the answer goes."""
+
+    report: Path | None = setting(None, "Draw what the layouts, and better machines, wait for.", metavar="L.html")
+    json: Json = False
+
+
+def _search(
+    name: str,
+    /,
+    what: Searched,
+    links: Annotated[Given, axes("links", cluster=False)],
     shape: Shape,
+    how: Shown,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout.")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="L.html", help="Draw what the layouts, and better machines, wait for.")
-    ] = None,
-    json: Json = False,
+) -> None:
+    """The fastest layouts of a model."""
+    keep_apart([Path(what.device)], output=output, report=how.report)
+    check_file("report", how.report, ".html")
+    found = what.find(name, shape, links)
+    if output is not None:
+        files.write(output, found.best[0].job)
+    _show(found.best[0], found, how)
+
+
+def _of_job(name: str, /, how: Shown) -> None:
+    """What better machines would save a job whose layout stays."""
+    from legato.whole_jobs.step import predict
+
+    keep_apart([Path(name)], report=how.report)
+    check_file("report", how.report, ".html")
+    _show(predict(files.read(name, Job)), None, how)
+
+
+def layouts(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
+    ],
+    options: Annotated[Options, taken_by(_search, _of_job)],
 ) -> None:
     """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would win.
 
@@ -68,25 +117,18 @@ def layouts(  # noqa: PLR0913 (its options)
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """
-    from legato.whole_jobs.step import predict
+    face = _of_job if Path(name).suffix == ".json" else _search
+    options.run(face, name, wrong="means nothing for a whole job")
 
-    keep_apart([Path(name), Path(device)], output=output, report=report)
-    check_file("report", report, ".html")
-    if (path := Path(name)).suffix == ".json":
-        refuse_others(typed, {"name", "report", "json"})
-        best, found = predict(files.read(path, Job)), None
-    else:
-        found = _search(name, shape, gpus, batch, device, preset, gpus_per_host, bandwidth, memory, number)
-        best = found.best[0]
-        if output is not None:
-            files.write(output, best.job)
-    faster = _faster(best)
+
+def _show(best: Step, found: Layouts | None, how: Shown) -> None:
+    faster, report = _faster(best), how.report
     if report is not None:
         from legato.report.html import write_report
         from legato.report.model import Report
 
         write_report(report, Report((_report(best, found, faster),)))
-    if json:
+    if how.json:
         print_json(
             {
                 "layouts": [] if found is None else [_layout(step) | values(step) for step in found.best],
@@ -104,43 +146,6 @@ def layouts(  # noqa: PLR0913 (its options)
         note(caveat)
     if report is not None:
         note(f"report -> {report}")
-
-
-def _search(  # noqa: PLR0913 (what was asked)
-    name: str,
-    shape: Shape,
-    gpus: int | None,
-    batch: int | None,
-    device: str,
-    preset: str,
-    gpus_per_host: int | None,
-    bandwidth: str | None,
-    memory: str | None,
-    number: int,
-) -> Layouts:
-    from legato.whole_jobs.layouts import fastest
-    from legato.zoo.presets import framework_named, machine_named
-
-    for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
-        if value is None or value < 1:
-            raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
-    machine = machine_named(device)
-    if gpus_per_host is not None:
-        machine = replace(machine, gpus_per_host=gpus_per_host)
-    if bandwidth is not None:
-        machine = replace(machine, card_bytes_per_s=quantity("bandwidth", bandwidth, parse_bandwidth) / 8)
-    allowed: float = _MEMORY_SHARE * machine.memory_nbytes
-    if memory is not None:
-        allowed = quantity("memory", memory, parse_bytes)
-    model = shape_of(name, shape.given())
-    assert gpus is not None and batch is not None
-    found = fastest(name, model, framework_named(preset), machine, gpus, batch, allowed, number)
-    if found.nearest is not None:
-        raise InputError(
-            f"--memory: none of {found.number:,} layouts fits in {format_bytes(allowed)} (the nearest, "
-            f"{_words(found.nearest.job)}, takes {format_bytes(found.nearest.memory.total)})"
-        )
-    return found
 
 
 def _faster(best: Step) -> dict[str, Step]:

@@ -31,18 +31,23 @@ __all__ = [
     "Interrupted",
     "Iterations",
     "Json",
+    "Options",
+    "PlanOutput",
+    "PlanTimeline",
     "Shard",
     "ShardAll",
-    "Simulated",
+    "TimelineOutput",
     "Wire",
     "check_file",
     "check_installed",
     "in_flight_words",
     "keep_apart",
     "make_folder",
+    "make_timelines",
     "quantity",
     "setting",
     "split",
+    "taken_by",
     "timeline_paths",
     "with_options",
 ]
@@ -110,6 +115,25 @@ Iterations = Annotated[
         show_default="1, or 3 where they differ; 30 where jobs share, 3 where whole ones do",
     ),
 ]
+TimelineOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="T.json",
+        help="Write the fastest fabric's timeline to this file; with --share, one for each job to this folder.",
+    ),
+]
+
+PlanOutput = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
+]
+PlanTimeline = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline", metavar="T.json", help="Write the best plan's predicted timeline, and that of DDP, to this file."
+    ),
+]
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
@@ -117,21 +141,8 @@ def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulated:
-    """What is simulated on the network, beside workloads."""
-
-    fabric: str = setting("all", FABRIC_HELP)
-    fidelity: Fidelity = None
-    iterations: Iterations = None
-    scheduler: str | None = setting(
-        None, "Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
-    )
-    plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
-
-
 class Group(NamedTuple):
-    """Options that a command takes as one parameter, which `make` makes of them."""
+    """Options that a command takes as one parameter, which `make` makes of those that were typed."""
 
     options: Sequence[inspect.Parameter]
     make: Callable[..., Any]
@@ -158,22 +169,73 @@ class Group(NamedTuple):
         return next((one for one in get_args(annotation) if isinstance(one, cls)), None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a verb that takes several nouns, as far as they were typed, by name."""
+
+    typed: dict[str, Any]
+
+    def has(self, group: type) -> bool:
+        """Whether an option of this group was typed."""
+        return any(one.name in self.typed for one in dataclasses.fields(group))
+
+    def run(self, face: Callable[..., None], *nouns: Any, wrong: str) -> None:
+        """Call the face of a noun with the options that it takes.
+
+        Raises `InputError`, whose message ends in `wrong`, on an option that was typed and that it does not take.
+        """
+        _, groups = _read(face)
+        takes = {one.name for group in groups.values() for one in group.options}
+        if unused := [name for name in self.typed if name not in takes]:
+            raise InputError(f"--{unused[0].replace('_', '-')}: {wrong}")
+        face(*nouns, **_made(groups, self.typed))
+
+
+def taken_by(*faces: Callable[..., None]) -> Group:
+    """The options that any of these faces of nouns takes, made into `Options`: a face's arguments by keyword."""
+    every = (one for face in faces for group in _read(face)[1].values() for one in group.options)
+    return Group(list({one.name: one for one in every}.values()), lambda **typed: Options(typed))
+
+
+def _read(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Group]]:
+    """The signature of a command or a face, and its parameters that are options, each as a group."""
+    signature = inspect.signature(function, eval_str=True)
+    groups = {}
+    for name, one in signature.parameters.items():
+        if one.kind is not one.POSITIONAL_ONLY:
+            alone = Group([one.replace(kind=one.KEYWORD_ONLY)], functools.partial(_itself, name, one.default))
+            groups[name] = Group.of(one.annotation) or alone
+    return signature, groups
+
+
+def _itself(name: str, default: Any, /, **typed: Any) -> Any:
+    return typed.get(name, default)
+
+
+def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
+    """What each group makes of those of its options that were typed: its defaults stand for the others."""
+    return {
+        name: group.make(**{one.name: typed[one.name] for one in group.options if one.name in typed})
+        for name, group in groups.items()
+    }
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer reads it: with all options of its groups as parameters of its own."""
-    signature = inspect.signature(command, eval_str=True)
-    groups = {name: group for name, one in signature.parameters.items() if (group := Group.of(one.annotation))}
-    parameters: list[inspect.Parameter] = []
-    for name, one in signature.parameters.items():
-        parameters += groups[name].options if name in groups else [one.replace(kind=one.KEYWORD_ONLY)]
+    signature, groups = _read(command)
+    parameters = [one for group in groups.values() for one in group.options]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group.make(**{one.name: given.pop(one.name) for one in group.options})
-        command(**given)
+    def run(_context: typer.Context, **given: Any) -> None:
+        sources = {name: _context.get_parameter_source(name) for name in given}
+        typed = {name: given[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
+        command(**_made(groups, typed))
 
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    run.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore[missing-attribute]
+    context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    run.__annotations__ = {one.name: one.annotation for one in (context, *parameters)}
+    run.__signature__ = signature.replace(  # pyrefly: ignore[missing-attribute]
+        parameters=[context, *parameters]
+    )
     return run
 
 
@@ -249,6 +311,14 @@ def check_file(option: str, path: Path | None, *suffixes: str) -> None:
         raise InputError(f"--{option} {path}: no such directory (expected an existing one)")
     for library, extra in _LIBRARIES.get(path.suffix, ()):
         check_installed(library, extra, f"{path}")
+
+
+def make_timelines(folder: Path | None, jobs: int, reads: Iterable[Path]) -> None:
+    """Make the folder for the timelines of jobs before minutes of work. Raises as `keep_apart` and `make_folder`."""
+    if folder is not None:
+        for path in timeline_paths(folder, jobs):
+            keep_apart(reads, output=path)
+        make_folder(folder)
 
 
 def make_folder(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ __all__ = [
     "note",
     "note_unseen",
     "print_json",
+    "print_parts",
     "print_rows",
     "print_table",
     "print_text",
@@ -102,6 +104,25 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
         marked = row[by] == fastest if best is None else row["scheduler"] == best
         table.add_row(*cells, style="bold green" if marked else None)
+    print_table(table)
+
+
+def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mapping[str, float]] | None) -> None:
+    """Print the seconds of which a predicted step consists, `beside` those of another one, by its head.
+
+    Parts that take no time in either are left out.
+    """
+    table = Table("of the step", title=title, header_style="dim")
+    steps = [parts] if beside is None else [beside[1], parts]
+    for head in [*([] if beside is None else [beside[0]]), "predicted", "share"]:
+        table.add_column(head, justify="right")
+    seconds = math.fsum(parts.values())
+    for part in parts:
+        if any(step[part] for step in steps):
+            share = percent(parts[part] / seconds if seconds else 0)
+            table.add_row(part, *(format_seconds(step[part]) for step in steps), share)
+    every = (format_seconds(math.fsum(step.values())) for step in steps)
+    table.add_row("step", *every, percent(1.0), style="bold green")
     print_table(table)
 
 

@@ -7,28 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec.structs import replace
 
-from legato.cli.axes import NO_SERVERS, Given, Machines, axes
-from legato.cli.fully_sharded import FullySharded, plan_fully_sharded
+from legato.cli.axes import NO_SERVERS, Given, Kinds, axes
+from legato.cli.nouns import wrapping
 from legato.cli.options import (
     SCHEDULER_HELP,
-    Collective,
     Compute,
     Json,
+    Options,
+    PlanOutput,
+    PlanTimeline,
+    Shard,
     ShardAll,
     Wire,
     keep_apart,
     quantity,
     setting,
     split,
+    taken_by,
 )
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
-from legato.core.errors import InputError
 from legato.core.quantities import parse_bytes
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
@@ -48,19 +51,10 @@ _WHY_NOT_THE_FASTEST = (
 
 
 @dataclass(frozen=True)
-class Planning:
+class Planning(Kinds):
     """What is planned, and how."""
 
     scheduler: str = setting("all", SCHEDULER_HELP)
-    collective: Collective = None
-    backend: Annotated[
-        Literal["any", "gloo", "nccl"] | None,
-        typer.Option(
-            help="torch's backend that the plan is for: nccl carries out a ring in its own way, and over gloo legato "
-            "carries out all collectives.",
-            show_default="any, or all that the cluster file has",
-        ),
-    ] = None
     compute: Compute = "one"
     max_message: str | None = setting(
         None,
@@ -69,22 +63,17 @@ class Planning:
         metavar="SIZE",
         show_default="no limit",
     )
-    shard: ShardAll = "none"
     wire: Wire = "none"
 
 
-def plan(
-    workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
+def _plan(
+    path: Path,
+    shard: Shard,
+    /,
     network: Annotated[Given, axes("workers", "servers", "bandwidth", "latency", "reduce", servers=NO_SERVERS)],
     how: Planning,
-    fully: FullySharded,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="T.json", help="Write the best plan's predicted timeline, and that of DDP, to this file."),
-    ] = None,
+    output: PlanOutput = None,
+    timeline: PlanTimeline = None,
     check_bound: Annotated[
         bool,
         typer.Option(
@@ -94,24 +83,13 @@ def plan(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Plan the transfers of a workload and predict its iteration time.
-
-    Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
-    """
+    """Plan the messages of data-parallel training by schedulers."""
     from legato.schedule.compare import best, check_bounds, compare
 
-    keep_apart([workload, *([network.file] if network.file else [])], output=output, timeline=timeline, **fully.written)
+    keep_apart([path, *network.files], output=output, timeline=timeline)
     names = [] if how.scheduler == "all" else split(how.scheduler)
     most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
-    machines = _machines(network, how)
-    job = files.read(workload, Workload)
-    if how.shard == "parameters":
-        _refuse_beside_parameters(how, check_bound)
-        where = machines.describe(how.collective)
-        plan_fully_sharded(job, network, machines.cluster, fully, where, output=output, timeline=timeline, json=json)
-        return
-    if given := fully.given():
-        raise InputError(f"--{given[0].replace('_', '-')}: with --shard {how.shard} (expected --shard parameters)")
+    machines, job = how.machines(network), files.read(path, Workload)
     left_out: list[str] = []
     again = partial(
         compare,
@@ -120,7 +98,7 @@ def plan(
         collective=how.collective,
         compute=how.compute,
         max_message_bytes=most,
-        shard=how.shard,
+        shard=shard,
         wire=how.wire,
     )
     with progress("planning") as advance:
@@ -135,7 +113,7 @@ def plan(
     chosen = best(found)
     if output is not None:
         files.write(output, chosen.plan)
-    setting = machines.describe(how.collective) + ("" if how.shard == "none" else f", {how.shard} sharded")
+    setting = machines.describe(how.collective) + ("" if shard == "none" else f", {shard} sharded")
     setting += "" if how.wire == "none" else f", gradients in {how.wire.removeprefix('all-')}"
     if timeline is not None:
         files.write(timeline, _beside_baseline(chosen, found, again, {"job": job.name, "network": setting}))
@@ -145,7 +123,7 @@ def plan(
         return
     proved = " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows, best=chosen.plan.scheduler)
-    _note_all(found, chosen, job, machines.cluster, how, most)
+    _note_all(found, chosen, job, machines.cluster, how, shard, most)
     if output is not None:
         least = "" if how.wire == "none" else " that round least"
         fastest_s = min(row["iteration_s"] for row in rows)
@@ -155,27 +133,29 @@ def plan(
         note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
 
 
-def _machines(network: Given, how: Planning) -> Machines:
-    """The machines, with those collectives that the backend carries out."""
-    machines, backend = network.machines(how.collective), how.backend
-    if backend is None and (network.file is not None or how.collective is not None):
-        return machines
-    return machines._replace(cluster=machines.cluster.for_backend(backend or "any"))
+def plan(
+    workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
+    options: Annotated[Options, taken_by(_plan, wrapping.plan)],
+    shard: ShardAll = "none",
+) -> None:
+    """Plan the transfers of a workload and predict its iteration time.
 
-
-def _refuse_beside_parameters(how: Planning, check_bound: bool) -> None:
-    """FSDP2's groups are planned by no scheduler, and in the order of the passes."""
-    usual = Planning()
-    for option in ("scheduler", "compute", "max_message", "wire"):
-        if getattr(how, option) != getattr(usual, option):
-            name = option.replace("_", "-")
-            raise InputError(f"--{name}: {getattr(how, option)} with --shard parameters (expected no --{name})")
-    if check_bound:
-        raise InputError("--check-bound: with --shard parameters (expected no --check-bound: this bound is not exact)")
+    Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
+    """
+    if shard == "parameters":
+        options.run(wrapping.plan, workload, wrong="means nothing with --shard parameters")
+    else:
+        options.run(_plan, workload, shard, wrong=f"with --shard {shard} (expected --shard parameters)")
 
 
 def _note_all(
-    found: list[Candidate], chosen: Candidate, job: Workload, cluster: Cluster, how: Planning, most: int | None
+    found: list[Candidate],
+    chosen: Candidate,
+    job: Workload,
+    cluster: Cluster,
+    how: Planning,
+    shard: Shard,
+    most: int | None,
 ) -> None:
     """What the table does not say of the plans."""
     _note_simulated(found)
@@ -185,10 +165,10 @@ def _note_all(
         _note_larger(found, job, most)
     if how.wire != "none":
         _note_rounding(chosen, job, cluster, how, most)
-    elif how.shard == "none":
+    elif shard == "none":
         _note_stock_ddp(found, chosen, job, cluster, how)
     else:
-        _note_memory(how.shard, job, cluster.workers)
+        _note_memory(shard, job, cluster.workers)
 
 
 def _beside_baseline(

@@ -34,6 +34,7 @@ class Axis:
     least: int | None = None
     most: int | None = None
     in_cluster: bool = False  # a cluster file describes it, too
+    part: Literal["", "links", "switches"] = ""  # of a machine's links, or of what connects and disturbs machines
     each_job: bool = False  # jobs that share a network may have a value each
     column: str = ""  # the head of its column; a sweep takes several values only where there is one
     repeated: bool = False  # several values are given one by one, as commas are part of a value
@@ -81,34 +82,34 @@ NETWORK = (
          in_cluster=True, column="servers", write=lambda value: str(value or ""), more_is_better=True),
     Axis("bandwidth", "Bandwidth of each worker's link, such as 10Gbit.", str, "10Gbit",
          field="bandwidth_bps", parse=parse_bandwidth, in_cluster=True,
-         column="link", write=format_bandwidth, words="{}", title="link bandwidth", more_is_better=True),
+         column="link", write=format_bandwidth, words="{}", title="link bandwidth", more_is_better=True, part="links"),
     Axis("latency", "Latency from one worker to another, such as 30us.", str, "30us",
          field="latency_s", parse=parse_seconds, in_cluster=True,
-         column="latency", write=format_seconds, words="latency {}", more_is_better=False),
+         column="latency", write=format_seconds, words="latency {}", more_is_better=False, part="links"),
     Axis("send", "Part of the latency for which a send keeps its sender busy, such as 2us.",
          shown="5us, or the latency if that is less", field="send_s", parse=parse_seconds, in_cluster=True),
     Axis("gpus_per_host", "Number of workers (GPUs) in each host; they are numbered host by host.", int, 1,
-         column="GPUs per host", words="{} GPU{s} per host"),
+         column="GPUs per host", words="{} GPU{s} per host", part="links"),
     Axis("gpus_per_card", "Number of GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
     Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.", str, "100Gbit",
          field="local_bandwidth_bps", parse=parse_bandwidth, column="link inside hosts", write=format_bandwidth,
-         words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True),
+         words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True, part="links"),
     Axis("topology", "How switches connect the hosts: racks below spines (one rack is one switch), a fat tree, or "
          "rails (card i of every host is on leaf i).",
-         Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}"),
+         Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}", part="switches"),
     Axis("racks", "Number of racks that hold the hosts, with a leaf switch each.", int, 1,
-         column="racks", words="{} rack{s}"),
+         column="racks", words="{} rack{s}", part="switches"),
     Axis("spines", "Number of spine switches above the leaves; with 0, transfers between rails go through the hosts.",
-         int, 1, column="spines", words="{} spine{s}"),
+         int, 1, column="spines", words="{} spine{s}", part="switches"),
     Axis("ports", "Number of ports of each switch of a fat tree.", int,
-         shown="the fewest that have room", words="{} port{s}"),
+         shown="the fewest that have room", words="{} port{s}", part="switches"),
     Axis("oversubscription", "Oversubscription of the links from a leaf to the spines; 4 means 4:1.", float, 1.0,
-         column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False),
+         column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False, part="switches"),
     Axis("core_oversubscription",
          "Oversubscription of the links from a pod of a fat tree to the cores; 2 means 2:1.", float, 1.0,
-         write=_ratio, words="core oversubscription {}"),
+         write=_ratio, words="core oversubscription {}", part="switches"),
     Axis("balance", "How flows use the paths between leaves: each has one, chosen by a hash, or its packets take all "
-         "equally.", Literal["ecmp", "spray"], "ecmp", words="{}"),
+         "equally.", Literal["ecmp", "spray"], "ecmp", words="{}", part="switches"),
     Axis("sharing", "How transfers share a link: one after another, or fairly (max-min; for small cases).",
          Literal["fifo", "fair"], "fifo", words="{} sharing"),
     Axis("server_bandwidth", "Bandwidth of each server's link.", shown="the workers' bandwidth",
@@ -123,11 +124,11 @@ NETWORK = (
          more_is_better=False),
     Axis("jitter", "Jitter of computation: sigma of a lognormal factor.", float, 0.0,
          column="jitter", write=lambda value: f"{value:g}", words="jitter {}"),
-    Axis("seed", "Seed of all that is drawn at random, and of the paths that ECMP chooses.", int, 0),
+    Axis("seed", "Seed of all that is drawn at random, and of the paths that ECMP chooses.", int, 0, part="switches"),
     Axis("disturb", "Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) "
          "slower for a while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until "
          "the end.", str, "none", shown="none", parse=str.strip, metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
-         column="disturbed", repeated=True, words="disturbed {}"),
+         column="disturbed", repeated=True, words="disturbed {}", part="switches"),
 )
 
 #: Options of fabrics; each goes to those that have it, and what is not given is as the fabric has it.

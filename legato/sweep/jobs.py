@@ -9,17 +9,18 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core import __version__, files
+from legato.core.axes import NETWORK
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.simulator.flow import Network
 from legato.sweep.cell import Outcome, attempt
 from legato.sweep.journal import Journal
 from legato.sweep.run import outcomes
-from legato.whole_jobs.flow.step import network_of, simulate
+from legato.whole_jobs.flow.step import FlowStep, network_of, simulate
 from legato.whole_jobs.step import Step, predict
-from legato.zoo.presets import LINKS, with_links
+from legato.zoo.presets import with_links
 
-__all__ = ["JobRow", "sweep_jobs"]
+__all__ = ["JobRow", "on_network", "step_on", "sweep_jobs"]
 
 #: A prediction of a large job takes a tenth of a second, a simulation seconds.
 _MOST_CELLS = 10_000
@@ -85,7 +86,7 @@ def sweep_jobs(
     cells = [(name, _Cell(job=ids[name], fidelity=fidelity, axes=network)) for name in named for network in networks]
     work = [(cell, named[name]) for name, cell in cells]
     for cell, job in work:
-        _network(cell, job)
+        on_network(job, cell.axes, cell.fidelity)
     done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
     first_s: dict[str, float] = {}
     rows = []
@@ -109,23 +110,28 @@ def sweep_jobs(
 
 def _run(cell: _Cell, job: Job) -> Outcome:
     def simulated() -> dict[str, Any]:
-        step = _step(cell, job)
+        step, _ = step_on(*on_network(job, cell.axes, cell.fidelity))
         return {"iteration_s": step.seconds, "utilization": step.utilization, "parts": step.parts}
 
     return attempt(simulated)
 
 
-def _step(cell: _Cell, job: Job) -> Step:
-    job, network = _network(cell, job)
-    if network is None:
-        return predict(job)
-    return simulate(job, network).step
-
-
-def _network(cell: _Cell, job: Job) -> tuple[Job, Network | None]:
-    """The job on the cell's links, and of flows also their network. Raises `InputError`."""
-    job = msgspec.structs.replace(job, machine=with_links(job.machine, cell.axes))
-    if cell.fidelity == "formulas":
+def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, Network | None]:
+    """The job on the links of these values on axes, and of flows also their network. Raises `InputError`."""
+    job = msgspec.structs.replace(job, machine=with_links(job.machine, axes))
+    if fidelity == "formulas":
         return job, None
-    others = {field: value for field, value in cell.axes.items() if field not in LINKS}
+    switches = {axis.field for axis in NETWORK if axis.part == "switches"}
+    others = {field: value for field, value in axes.items() if field in switches}
     return job, network_of(job.machine, job.mesh.workers, **others)
+
+
+def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
+    """The step of a job: by flows, of which the lanes are returned as well, on a network, or by formulas without one.
+
+    Of a step by flows, the parts are those of the busiest worker of a `lane`, if one is given.
+    """
+    if network is None:
+        return predict(job), None
+    found = simulate(job, network, lane=lane)
+    return found.step, found

@@ -19,7 +19,6 @@ from legato.zoo.device import Device
 __all__ = [
     "DEVICES",
     "FRAMEWORKS",
-    "LINKS",
     "MACHINES",
     "device_named",
     "framework_named",
@@ -118,13 +117,20 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
-#: The axes of a network, by field, that a machine has, with its own fields for them.
-LINKS = {
-    "bandwidth_bps": "card_bytes_per_s", "local_bandwidth_bps": "link_bytes_per_s", "gpus_per_host": "gpus_per_host"
-}  # fmt: skip
-
-
 def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
-    """The machine with the links of these values on axes of a network (`core/axes.py`), by field; others stay."""
-    found = {field: axes[field] / 8 if field.endswith("_bps") else axes[field] for field in LINKS if field in axes}
-    return replace(machine, **{LINKS[field]: value for field, value in found.items()})
+    """The machine with the links of these values on axes of a network (`core/axes.py`), by field; others stay.
+
+    A latency is that of every collective: inside a host, and between any number of hosts.
+    """
+    found: dict[str, Any] = {}
+    for field, value in axes.items():
+        match field:
+            case "bandwidth_bps":
+                found["card_bytes_per_s"] = value / 8
+            case "local_bandwidth_bps":
+                found["link_bytes_per_s"] = value / 8
+            case "gpus_per_host":
+                found[field] = value
+            case "latency_s":
+                found |= {field: value, "network_latency_s": value, "hop_s": 0.0}
+    return replace(machine, **found)

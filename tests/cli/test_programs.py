@@ -61,7 +61,7 @@ def test_a_program_is_simulated_link_by_link(program, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fabric", "ring"], "--fabric: means nothing for a whole job"),
+        (["--fabric", "ring"], "--fabric: means nothing for a program"),
         (["--disturb", "link:4:2:0"], "link: 4 (expected 0 to 3)"),
         ([*FORMULAS, "--workers", 6], "workers: 6 (expected a multiple of the program's 4)"),
         ([*FORMULAS, "--racks", 2], "--racks: means nothing by formulas (expected --fidelity flows)"),

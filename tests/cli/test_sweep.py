@@ -69,8 +69,9 @@ def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--share", "-o", "x.csv"), "no --output, --report and --servers in a sweep"),
-        (("--share", "--jobs", 1), "no --jobs, --backend and --fresh in a sweep"),
+        (("--share", "-o", "x.csv"), "--output: means nothing for jobs that share networks"),
+        (("--share", "--servers", 2), "--servers: means nothing for jobs that share networks"),
+        (("--share", "--jobs", 1), "--jobs: means nothing for jobs that share networks"),
         (("--share", "--workers", "1,2,3"), "3 values for 2 jobs"),
         (("--share", "--fabric", "all"), "'all' (expected, with --share, one fabric for all jobs, or one each)"),
         (("--share", "--fidelity", "formulas"), "means nothing by formulas"),

@@ -112,6 +112,8 @@ def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
 
 def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
     status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "formulas")
+    assert status == 2 and "w.json: beside whole jobs (expected one of them)" in err
+    status, _, err = run(capsys, "simulate", job, job)
     assert status == 2 and "job.json: a whole job beside other files (expected it alone, or --share)" in err
 
 

@@ -130,17 +130,17 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--shard", "parameters", "--scheduler", "ddp"], "--scheduler: ddp with --shard parameters"),
+        (["--shard", "parameters", "--scheduler", "ddp"], "--scheduler: means nothing with --shard parameters"),
         (["--shard", "parameters", "--check-bound"], "--check-bound"),
         (["--memory", "1GiB"], "--memory: with --shard none"),
         (["--shard", "parameters", "--memory", "1MiB"], "memory: 1 MiB"),
         (["--shard", "parameters", "--gpus-per-host", "5"], "gpus per host: 5"),
         (["--shard", "parameters", "--machine", "h101"], "unknown machine 'h101'"),
-        (["--shard", "parameters", "--machine", "h100", "--latency", "5us"], "--latency: with --machine"),
+        (["--shard", "parameters", "--machine", "h100", "--reduce", "5us"], "--reduce: with --machine"),
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "1"], "--gpus-per-card: with --machine"),
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "2"], "--gpus-per-card: with --machine"),
         (["--machine", "h100"], "--machine: with --shard none (expected --shard parameters)"),
-        (["--shard", "parameters", "--servers", "2"], "FSDP2 has no servers"),
+        (["--shard", "parameters", "--servers", "2"], "--servers: means nothing with --shard parameters"),
     ],
 )
 def test_options_that_do_not_fit_get_one_line(tmp_path, capsys, options, said):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.table import Table
 
-from legato.cli.axes import Given
-from legato.cli.options import quantity, setting
+from legato.cli.axes import Given, Kinds, axes
+from legato.cli.nouns.job import links_of
+from legato.cli.options import Json, PlanOutput, PlanTimeline, keep_apart, quantity, setting
 from legato.cli.output import note, print_json, print_table, say
-from legato.cli.whole_jobs import OF_MACHINE, links_of, machine_with
 from legato.core import files
-from legato.core.axes import BY_NAME
-from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.job import Machine
 from legato.core.quantities import parse_bytes, parse_seconds
@@ -24,14 +22,11 @@ from legato.core.workload import Workload
 if TYPE_CHECKING:
     from legato.fsdp.table import Comparison, Sharding
 
-__all__ = ["FullySharded", "plan_fully_sharded"]
+__all__ = ["plan"]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def _link(name: str) -> Any:
-    return setting(None, BY_NAME[name].help, show_default=str(BY_NAME[name].default))
+_Network = Annotated[Given, axes("workers", "links", "reduce", "gpus_per_card")]
 
 
 @dataclass(frozen=True)
@@ -53,9 +48,6 @@ class FullySharded:
         metavar="NAME|FILE",
         show_default="none",
     )
-    gpus_per_host: int | None = _link("gpus_per_host")
-    local_bandwidth: str | None = _link("local_bandwidth")
-    gpus_per_card: int | None = _link("gpus_per_card")
     micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
     param_dtype: Precision | None = setting(
         None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
@@ -70,45 +62,28 @@ class FullySharded:
     )
     code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
 
-    @property
-    def written(self) -> dict[str, Path | None]:
-        """The files that are written, by option."""
-        return {"report": self.report, "program": self.program}
-
-    def given(self) -> list[str]:
-        """The options that differ from their defaults."""
-        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
-
-    def _axis(self, name: str) -> Any:
-        """The value on an axis of the network."""
-        axis, value = BY_NAME[name], getattr(self, name)
-        if value is None:
-            return axis.usual
-        return value if axis.parse is None else quantity(name.replace("_", "-"), value, axis.parse)
-
     def on_machine(self, network: Given) -> Machine | None:
         """The machine, with what the options change in it. Raises `InputError` on options that it has no use for."""
-        from legato.zoo.presets import machine_named
+        from legato.zoo.presets import machine_named, with_links
 
         if self.machine is None:
             return None
-        typed = {axis: value for axis, value in network.axes.items() if value is not None}
-        typed |= {"cluster": network.file} if network.file is not None else {}
-        typed |= {axis: getattr(self, axis) for axis in self.given() if axis in BY_NAME}
-        if wrong := typed.keys() - {"workers", *OF_MACHINE}:
-            raise InputError(f"--{min(wrong).replace('_', '-')}: with --machine (expected one of the two)")
-        return machine_with(machine_named(self.machine), typed)
+        known = {"workers", *(axis.name for axis in network.typed("links"))}
+        typed = [*(["cluster"] if network.files else []), *network.axes]
+        if name := next((one for one in typed if one not in known), None):
+            raise InputError(f"--{name.replace('_', '-')}: with --machine (expected one of the two)")
+        return with_links(machine_named(self.machine), network.fields())
 
-    def sharding(self, workload: Workload, machine: Machine | None) -> Sharding:
+    def sharding(self, workload: Workload, network: Given, machine: Machine | None) -> Sharding:
         from legato.fsdp.table import Sharding
         from legato.fsdp.units import Precision
 
         gathered = workload.itemsize if self.param_dtype is None else _ITEMSIZE[self.param_dtype]
         return Sharding(
             memory_bytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
-            gpus_per_host=self._axis("gpus_per_host"),
-            gpus_per_card=self._axis("gpus_per_card"),
-            local_bandwidth_bps=self._axis("local_bandwidth"),
+            gpus_per_host=network.value("gpus_per_host"),
+            gpus_per_card=network.value("gpus_per_card"),
+            local_bandwidth_bps=network.value("local_bandwidth"),
             micro_batches=self.micro_batches,
             precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
             host_s=quantity("host-time", self.host_time, parse_seconds),
@@ -116,27 +91,29 @@ class FullySharded:
         )
 
 
-def plan_fully_sharded(
-    job: Workload,
-    network: Given,
-    cluster: Cluster,
+def plan(
+    path: Path,
+    /,
+    network: _Network,
     how: FullySharded,
-    where: str,
-    *,
-    output: Path | None,
-    timeline: Path | None,
-    json: bool,
+    kinds: Kinds,
+    output: PlanOutput = None,
+    timeline: PlanTimeline = None,
+    json: Json = False,
 ) -> None:
     """Print the table, and write the wrapping that is taken, and its timeline, to files."""
     from legato.fsdp.table import compare, program_of_wrapping
     from legato.report.html import write_report
     from legato.report.model import Report
 
+    keep_apart([path, *network.files], output=output, timeline=timeline, report=how.report, program=how.program)
+    machines, job = kinds.machines(network), files.read(path, Workload)
+    cluster, where = machines.cluster, machines.describe(kinds.collective)
     wanted = {"output": output is not None, "code": how.code, "program": how.program is not None}
     machine = how.on_machine(network)
     if machine is not None:
         where = f"{count(cluster.workers, 'worker')}, {links_of(machine)}"
-    sharding = how.sharding(job, machine)
+    sharding = how.sharding(job, network, machine)
     found = compare(job, cluster, sharding)
     chosen = found.rows[found.answer]
     if chosen.wrapping is None and (unused := [f"--{what}" for what in ("output", "code", "program") if wanted[what]]):
@@ -160,9 +137,9 @@ def plan_fully_sharded(
         say(found.verdict)
     if (how.code or output is not None) and not job.modules:
         note("the modules have the names of the workload; capture your model to have its own")
-    for path in (output, timeline, how.report, how.program):
-        if path is not None:
-            note(f"{chosen.name} -> {path}")
+    for written in (output, timeline, how.report, how.program):
+        if written is not None:
+            note(f"{chosen.name} -> {written}")
 
 
 def _row(found: Comparison, k: int) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import make_folder, one_each, timeline_paths
+from legato.cli.nouns.job import OfMachine, caveats, said, values, waits
+from legato.cli.nouns.reading import Files
+from legato.cli.nouns.shared import Places
+from legato.cli.options import Fidelity, Iterations, Json, TimelineOutput, make_timelines, one_each, timeline_paths
 from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table
-from legato.cli.whole_jobs import OF_NETWORK, caveats, links, network_given, refuse_others, values, waits
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -22,47 +23,52 @@ from legato.core.text import count, percent
 from legato.core.units import format_seconds
 
 if TYPE_CHECKING:
-    from legato.simulator.flow.shared.placement import Placement
     from legato.whole_jobs.flow.shared import SharedStep
 
-__all__ = ["simulate_shared_jobs"]
+__all__ = ["simulate"]
 
-_USED = {
-    "workloads", "fidelity", "bandwidth", "local_bandwidth", "gpus_per_host", "share", "hosts", "shift", "iterations",
-    "json", "output", *OF_NETWORK,
-}  # fmt: skip
 #: Of a step alone: changes of less are not shown.
 _LEAST_SHARE = 0.001
 
 
-def simulate_shared_jobs(typed: typer.Context, jobs: list[Job]) -> None:
-    """The verb `legato simulate --share` for whole jobs, with the other options as they were typed."""
+def simulate(
+    given: Files[Job],
+    /,
+    machine: OfMachine,
+    places: Places,
+    fidelity: Fidelity = None,
+    iterations: Iterations = None,
+    output: TimelineOutput = None,
+    json: Json = False,
+) -> None:
+    """Print how long the steps of jobs are on a network that they share."""
     from legato.simulator.flow.shared.placement import check_taken, place
     from legato.whole_jobs.flow.shared import STEPS, simulate_shared
+    from legato.whole_jobs.flow.step import network_of
+    from legato.zoo.presets import with_links
 
-    given = typed.params
-    how: Placement = given["hosts"] or "packed"
-    refuse_others(typed, _USED)
-    if fidelity_of(given["fidelity"], "flows") == "formulas":
+    if len(given.nouns) == 1:
+        raise InputError("--share: means nothing for a whole job")
+    if fidelity_of(fidelity, "flows") == "formulas":
         raise InputError("--share: means nothing by formulas (expected --fidelity flows)")
-    if how == "together":
+    if places.how == "together":
         raise InputError("--hosts: together (expected packed, spread or random: a GPU has one whole job)")
-    jobs = [replace(job, machine=links(typed, job.machine)) for job in jobs]
+    jobs = [replace(job, machine=with_links(job.machine, machine.fields())) for job in given.nouns]
     sizes = [job.mesh.workers for job in jobs]
-    network, words = network_given(typed, jobs[0].machine, sum(sizes))
-    places = place(sizes, how, network)
-    check_taken({gpu for own in places for gpu in own}, network)
-    shift_s = one_each("shift", given["shift"], len(jobs), parse_seconds, 0.0)
-    if given["output"] is not None:
-        make_folder(given["output"])
-    steps = STEPS if given["iterations"] is None else given["iterations"]
-    window_s, found = simulate_shared(jobs, places, network, steps=steps, shift_s=shift_s)
+    switches = {axis.field: value for axis, value in machine.of("switches").items()}
+    network = network_of(jobs[0].machine, sum(sizes), **switches)
+    taken = place(sizes, places.how, network)
+    check_taken({gpu for own in taken for gpu in own}, network)
+    shift_s = one_each("shift", places.shift, len(jobs), parse_seconds, 0.0)
+    make_timelines(output, len(jobs), given.paths)
+    steps = STEPS if iterations is None else iterations
+    window_s, found = simulate_shared(jobs, taken, network, steps=steps, shift_s=shift_s)
     note_unseen({"shared": window_s}, network.disturbances)
-    if given["output"] is not None:
-        _write(given["output"], found, words.removeprefix(", "))
+    if output is not None:
+        _write(output, found, said(machine).removeprefix(", "))
     titles = [job.name for job in jobs]
     names = [f"{name} {j + 1}" if titles.count(name) > 1 else name for j, name in enumerate(titles)]
-    if given["json"]:
+    if json:
         rows = [_row(*one) for one in zip(names, shift_s, found, strict=True)]
         print_json({"window_s": window_s, "slowdown": _slowdown(found), "jobs": rows})
         return
@@ -70,8 +76,8 @@ def simulate_shared_jobs(typed: typer.Context, jobs: list[Job]) -> None:
         if jobs.index(jobs[j]) == j:
             for caveat in caveats(one.alone):
                 note(f"{name}: {caveat}")
-    title = f"{count(len(jobs), 'job')} on {network.workers:,} x {jobs[0].machine.name}{words}, {how}, by flows"
-    print_table(_table(title, names, found, window_s))
+    where = f"{network.workers:,} x {jobs[0].machine.name}{said(machine)}"
+    print_table(_table(f"{count(len(jobs), 'job')} on {where}, {places.how}, by flows", names, found, window_s))
 
 
 def _slowdown(found: Sequence[SharedStep]) -> float:

@@ -1,64 +1,57 @@
-"""Whole jobs: `legato workload` writes one, `legato simulate --fidelity formulas` predicts its step."""
+"""Whole jobs: `legato workload` writes one, `legato simulate` predicts its step, `legato sweep` those on networks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import quantity, setting, split
-from legato.cli.output import fidelity_of, note, print_json, print_table
+from legato.cli.axes import Given, axes
+from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
+from legato.cli.nouns.reading import Files
+from legato.cli.nouns.running import MOST_SHOWN, Running, Written
+from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, setting, split
+from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table, print_text
 from legato.core import files
-from legato.core.axes import BY_NAME
+from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
-from legato.core.quantities import parse_flops
 from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import Breakdown
-    from legato.simulator.flow import Network
+    from legato.report.model import Breakdown, ModelReport, TextTable
+    from legato.sweep import JobRow
     from legato.whole_jobs.step import Step
 
 __all__ = [
     "DRAWN",
-    "OF_MACHINE",
-    "OF_NETWORK",
     "Layout",
+    "OfMachine",
     "breakdown",
     "caveats",
     "described",
-    "is_given",
-    "job_of",
-    "jobs_of",
-    "links",
     "links_of",
-    "machine_with",
-    "network_given",
-    "refuse_network",
-    "refuse_others",
-    "simulate_job",
+    "refuse_switches",
+    "said",
+    "simulate",
+    "sweep",
     "values",
     "waits",
-    "write_job",
+    "write",
 ]
 
-#: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
-_OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
-OF_MACHINE = ("bandwidth", "local_bandwidth", "gpus_per_host")
-_OF_SIMULATE = {"workloads", "fidelity", *OF_MACHINE}
-#: By flows: the network, and the timeline.
-OF_NETWORK = (
-    "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
-)  # fmt: skip
+#: The options about a machine's links, and about the network above them.
+OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
+SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
+#: The columns of tables that are text.
+_NAMES = ("job", "waits for")
+
 #: What a chart of breakdowns shows.
 DRAWN = (
     "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
@@ -106,10 +99,6 @@ class Layout:
         show_default="the preset's",
     )
 
-    @property
-    def given(self) -> bool:
-        return any(value is not None for value in asdict(self).values())
-
     def mesh(self) -> Mesh:
         """The dimensions, which multiply to the number of GPUs. Raises `InputError` if they do not."""
         sizes: dict[str, Any] = {name: getattr(self, name) or 1 for name in DIMENSIONS}
@@ -125,8 +114,8 @@ class Layout:
             sizes["order"] = tuple(split(self.order))
         return Mesh(**sizes, expert=self.expert or 1)
 
-    def job(self, name: str, model: LanguageModel, machine: dict[str, Any], *, recompute: bool) -> Job:
-        from legato.zoo.presets import framework_named, machine_named
+    def job(self, name: str, model: LanguageModel, machine: Machine, *, recompute: bool) -> Job:
+        from legato.zoo.presets import framework_named
 
         framework = framework_named(self.preset or "megatron-core")
         if self.overlap is not None:
@@ -137,13 +126,12 @@ class Layout:
         if recompute and self.recompute_only:
             raise InputError("--recompute and --recompute-only: give one or the other")
         schedule = self.pipeline_schedule or "1f1b"
-        device = machine_named(machine.pop("device") or "h100")
         return Job(
             name,
             model,
             self.mesh(),
             framework,
-            replace(device, **{field: value for field, value in machine.items() if value is not None}),
+            machine,
             microbatches=_or_one(self.microbatches),
             microbatch=_or_one(self.microbatch_size),
             schedule=schedule,
@@ -165,32 +153,24 @@ def _layers(text: str) -> tuple[int, ...]:
     return tuple(map(int, split(text)))
 
 
-def refuse_others(typed: typer.Context, used: set[str]) -> None:
-    """Raise `InputError` if an option was given that means nothing for a whole job."""
-    for name in typed.params:
-        source = typed.get_parameter_source(name)
-        if name not in used and source is not None and source.name == "COMMANDLINE":
-            raise InputError(f"--{name.replace('_', '-')}: means nothing for a whole job")
-
-
-def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageModel, output: Path | None) -> None:
-    """The verb `legato workload` for a whole job, with the other options as they were typed."""
+def write(
+    name: str,
+    /,
+    shape: Shape,
+    layout: Layout,
+    computes: Computes,
+    recompute: Recompute = False,
+    output: ModelOutput = None,
+    json: Json = False,
+) -> None:
+    """Write the job of a language model, and what its GPUs send."""
     from legato.whole_jobs.step import predict
 
-    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *model.__struct_fields__})
-    given = typed.params
-    machine = {
-        "device": given["device"],
-        "flops_per_s": None
-        if given["device_flops"] is None
-        else quantity("device-flops", given["device_flops"], parse_flops),
-        "efficiency": given["efficiency"],
-    }
-    job = layout.job(name, model, machine, recompute=given["recompute"])
+    job = layout.job(name, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
     step = predict(job)
     if output is not None:
         files.write(output, job)
-    if given["json"]:
+    if json:
         print_json({"job": None if output is None else str(output), **values(step)})
         return
     note(described(job) + (f" -> {output}" if output else ""))
@@ -206,105 +186,110 @@ def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageMo
     note(f"bubble: {percent(step.bubble_s / step.seconds)} of a predicted step of {format_seconds(step.seconds)}")
 
 
-def job_of(data: list[bytes], paths: list[Path]) -> Job | None:
-    """The job in the only file, or None if it holds something else. Raises `InputError` if it is one of several."""
-    jobs = [path for one, path in zip(data, paths, strict=True) if files.holds(one, Job)]
-    if jobs and len(paths) > 1:
-        raise InputError(f"{jobs[0]}: a whole job beside other files (expected it alone, or --share)")
-    return files.decode(data[0], Job, str(paths[0])) if jobs else None
+def simulate(
+    found: Files[Job],
+    /,
+    machine: OfMachine,
+    fidelity: Fidelity = None,
+    output: TimelineOutput = None,
+    json: Json = False,
+) -> None:
+    """Print what a step of the job consists of, and the same undisturbed if the network is disturbed."""
+    from legato.sweep.jobs import on_network, step_on
 
-
-def jobs_of(data: list[bytes], paths: list[Path]) -> list[Job]:
-    """The jobs in these files, or none if they hold something else. Raises `InputError` if only some hold a job."""
-    others = [path for one, path in zip(data, paths, strict=True) if not files.holds(one, Job)]
-    if 0 < len(others) < len(paths):
-        raise InputError(f"{others[0]}: beside whole jobs (expected one of them)")
-    return [] if others else [files.decode(one, Job, str(path)) for one, path in zip(data, paths, strict=True)]
-
-
-def simulate_job(typed: typer.Context, job: Job) -> None:
-    """The verb `legato simulate` for a whole job, with the other options as they were typed."""
-    from legato.whole_jobs.step import predict
-
-    given, fidelity = typed.params, fidelity_of(typed.params["fidelity"], "flows")
-    refuse_others(typed, _OF_SIMULATE | {"json", *OF_NETWORK, "output"})
-    job = replace(job, machine=links(typed, job.machine))
-    quiet = None
-    if fidelity == "flows":
-        step, quiet, where = _simulate_links(typed, job)
-    else:
-        refuse_network(typed, "output")
-        step, where = predict(job), f", by {fidelity}"
-    if given["json"]:
+    keep_apart(found.paths, output=output)
+    by = fidelity_of(fidelity, "flows")
+    refuse_switches(machine, by, output=output)
+    job, network = on_network(found.only(", or --share"), machine.fields(), by)
+    step, flows = step_on(job, network)
+    quiet, where = None, f", by {by}"
+    if network is not None and flows is not None:
+        words = said(machine)
+        where = f"{words}, by flows: the busiest, GPU {flows.worker:,}"
+        if network.disturbances:
+            quiet, _ = step_on(job, dataclasses.replace(network, disturbances=()), lane=flows.lane)
+        if output is not None:
+            files.write(output, flows.timeline(words.removeprefix(", ")))
+    if json:
         print_json(values(step) | ({} if quiet is None else {"undisturbed_s": quiet.seconds}))
         return
     for caveat in caveats(step):
         note(caveat)
-    table = Table("of the step", title=f"{described(job)}{where}", header_style="dim")
-    for head in ("undisturbed", "predicted", "share") if quiet else ("predicted", "share"):
-        table.add_column(head, justify="right")
-    for kind, seconds in step.parts.items():
-        before = [format_seconds(quiet.parts[kind])] if quiet else []
-        if seconds or (quiet and quiet.parts[kind]):
-            table.add_row(kind, *before, format_seconds(seconds), percent(seconds / step.seconds))
-    before = [format_seconds(quiet.seconds)] if quiet else []
-    table.add_row("step", *before, format_seconds(step.seconds), percent(1.0), style="bold green")
-    print_table(table)
+    print_parts(f"{described(job)}{where}", step.parts, None if quiet is None else ("undisturbed", quiet.parts))
     if quiet and abs(step.seconds - quiet.seconds) <= _ROUNDING * step.seconds:
-        note(f"{typed.params['disturb']}: costs nothing; the step takes as long undisturbed")
+        note(f"{machine.axes['disturb']}: costs nothing; the step takes as long undisturbed")
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
-    if given["output"] is not None:
-        note(f"timeline of the lanes that differ -> {given['output']}")
+    if output is not None:
+        note(f"timeline of the lanes that differ -> {output}")
 
 
-def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, Step | None, str]:
-    """The step on the network of the options, the same undisturbed if it is disturbed, and all that in words.
+def sweep(
+    found: Files[Job],
+    /,
+    machine: SweptMachine,
+    written: Written,
+    running: Running,
+    fidelity: Fidelity = None,
+    json: Json = False,
+) -> None:
+    """Predict the step of every job on every network, and write the rows where the options say, or print them."""
+    from legato.report.html import write_report
+    from legato.report.model import Report
+    from legato.sweep import sweep_jobs
+    from legato.sweep.table import write_csv
 
-    Writes the timeline.
-    """
-    from legato.whole_jobs.flow.step import simulate
+    by = fidelity_of(fidelity, "flows")
+    written.check(found.paths, ".csv", ".html")
+    refuse_switches(machine, by)
+    jobs = dict(zip(map(str, found.paths), found.nouns, strict=True))
+    axes = {axis.field: values for axis, values in machine.several_of("links", "switches").items()}
+    with running.cells(written.first) as how:
+        rows = sweep_jobs(jobs, axes, by, **how)
+    same = f"{_same(rows)}, by {by}"
+    for path in written.paths:
+        if path.suffix == ".html":
+            mine = {name: [row for row in rows if row.job == name] for name in jobs}
+            write_report(path, Report(tuple(_page(job, mine[name], same) for name, job in jobs.items())))
+        else:
+            write_csv(path, [row.columns for row in rows])
+    if json:
+        print_json([row.columns for row in rows])
+        return
+    shown = rows[:MOST_SHOWN]
+    print_text(_table(shown, _differing(rows), f"{count(len(rows), 'cell')}{same}: predicted", named=True), *_NAMES)
+    if len(rows) > len(shown):
+        note(f"the first {len(shown)} of {len(rows):,} are shown (--json and -o have all)")
+    for line in _failed(rows):
+        note(line)
+    written.tell(len(rows))
 
-    network, words = network_given(typed, job.machine, job.mesh.workers)
-    found, quiet = simulate(job, network), None
-    if network.disturbances:
-        quiet = simulate(job, dataclasses.replace(network, disturbances=()), lane=found.lane).step
-    if (output := typed.params["output"]) is not None:
-        files.write(output, found.timeline(words.removeprefix(", ")))
-    return found.step, quiet, f"{words}, by flows: the busiest, GPU {found.worker:,}"
 
-
-def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:
-    """The machine's network for so many workers, with what the options say of it; and that in words."""
-    from legato.whole_jobs.flow.step import network_of
-
-    given = {name: typed.params[name] for name in OF_NETWORK if is_given(typed, name)}
-    words = [BY_NAME[name].say(BY_NAME[name].write(value)) for name, value in given.items() if BY_NAME[name].words]
-    fields = {BY_NAME[name].field: value for name, value in given.items()}
-    return network_of(machine, workers, **fields), "".join(f", {one}" for one in words)
-
-
-def refuse_network(typed: typer.Context, *more: str) -> None:
-    """Raise `InputError` if an option was given that needs links, by formulas."""
-    if unused := [name for name in (*OF_NETWORK, *more) if is_given(typed, name)]:
-        option = unused[0].replace("_", "-")
+def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
+    """Raise `InputError` if an option was typed that needs links, by formulas."""
+    typed = [axis.name for axis in machine.typed("switches")] + [name for name, value in others.items() if value]
+    if typed and fidelity == "formulas":
+        option = typed[0].replace("_", "-")
         raise InputError(f"--{option}: means nothing by formulas (expected --fidelity flows)")
 
 
-def links(typed: typer.Context, machine: Machine) -> Machine:
-    """The machine with the links that the options of `legato simulate` describe."""
-    return machine_with(machine, {name: typed.params[name] for name in OF_MACHINE if is_given(typed, name)})
+def said(machine: Given) -> str:
+    """What the options say of the network above a machine's links."""
+    return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
 
 
-def machine_with(machine: Machine, given: dict[str, Any]) -> Machine:
-    """The machine with the links that these options of `OF_MACHINE` describe, as they were typed."""
-    from legato.zoo.presets import with_links
+def _differing(rows: Sequence[JobRow]) -> list[Axis]:
+    """The axes on which the rows have several values: the columns of the table."""
+    return [axis for axis in _axes(rows) if len({row.axes[axis.field] for row in rows}) > 1]
 
-    found = {}
-    for axis in [BY_NAME[name] for name in OF_MACHINE if name in given]:
-        value = given[axis.name]
-        parsed = value if axis.parse is None else quantity(axis.name.replace("_", "-"), value, axis.parse)
-        found[axis.field] = parsed
-    return with_links(machine, found)
+
+def _axes(rows: Sequence[JobRow]) -> list[Axis]:
+    return [axis for axis in NETWORK if axis.field in rows[0].axes]
+
+
+def _same(rows: Sequence[JobRow]) -> str:
+    """What no column says, in words."""
+    same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
+    return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 
 
 def links_of(machine: Machine) -> str:
@@ -314,11 +299,6 @@ def links_of(machine: Machine) -> str:
         f"hosts of {machine.gpus_per_host} x {machine.name}: {card} a GPU ({percent(machine.card_share, 0)} reached), "
         f"{link} inside hosts ({percent(machine.link_share, 0)} reached)"
     )
-
-
-def is_given(typed: typer.Context, option: str) -> bool:
-    source = typed.get_parameter_source(option)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def values(step: Step) -> dict[str, Any]:
@@ -385,3 +365,55 @@ def caveats(step: Step) -> Iterator[str]:
         yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
     if step.layer_s < _SMALL_S:
         yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
+
+
+def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
+    from legato.report.model import TextTable
+
+    heads = (
+        *(["job"] if named else []),
+        *(axis.column for axis in axes),
+        "step",
+        "speedup over the first",
+        "utilization",
+    )
+    return TextTable(
+        title, (*heads, "waits for"), tuple((*([row.job] if named else []), *_cells(row, axes)) for row in rows)
+    )
+
+
+def _cells(row: JobRow, axes: Sequence[Axis]) -> list[str]:
+    texts = [axis.write(row.axes[axis.field]) for axis in axes]
+    if row.step_s is None or row.speedup is None or row.utilization is None:
+        return [*texts, "failed", "", "", ""]
+    return [*texts, format_seconds(row.step_s), f"{row.speedup:.2f}x", percent(row.utilization), waits(row.parts)]
+
+
+def _failed(rows: Sequence[JobRow]) -> list[str]:
+    errors = [row.error for row in rows if row.error is not None]
+    return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]
+
+
+def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
+    """Of one job: what its step consists of on each network, drawn, and the table."""
+    from legato.report.model import BreakdownChart, ModelReport
+    from legato.whole_jobs.step import predict
+
+    axes = _differing(rows)
+    bars = [
+        breakdown(
+            ", ".join(axis.say(axis.write(row.axes[axis.field])) for axis in axes) or "the network",
+            row.parts,
+            note=f"{row.speedup:.2f}x",
+        )
+        for row in rows
+        if row.step_s is not None
+    ]
+    hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
+    charts = [BreakdownChart(f"The step on each network{same}", hint, tuple(bars))] if bars else []
+    return ModelReport(
+        described(job),
+        told=(_table(rows, axes, "networks: predicted"), *_failed(rows)),
+        asides=tuple(caveats(predict(job))),
+        breakdowns=tuple(charts),
+    )

@@ -1,4 +1,4 @@
-"""`legato simulate --share`: several jobs on one network; `legato sweep --share`: on several networks."""
+"""Workloads of jobs that share a network: `legato simulate --share`, and on several networks `legato sweep --share`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.table import Table
 
-from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, in_flight_words, make_folder, one_each, setting, timeline_paths, whole
-from legato.cli.output import note, note_unseen, print_json, print_table, progress
+from legato.cli.axes import FabricOptions, Given, Machines, NetworkOptions, SweptOptions
+from legato.cli.nouns.reading import Files
+from legato.cli.nouns.running import Cells, Simulated
+from legato.cli.options import (
+    Json,
+    TimelineOutput,
+    in_flight_words,
+    make_timelines,
+    one_each,
+    setting,
+    split,
+    timeline_paths,
+    whole,
+)
+from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table, progress
 from legato.core import files
 from legato.core.axes import BY_NAME, NETWORK
 from legato.core.errors import InputError
@@ -27,7 +39,7 @@ if TYPE_CHECKING:
     from legato.simulator.flow import Network, Phases, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
-__all__ = ["JobOptions", "simulate_shared", "sweep_shared"]
+__all__ = ["Places", "simulate", "sweep"]
 
 #: A cell takes a second or more.
 _MOST_CELLS = 1000
@@ -37,23 +49,33 @@ BY_INTENSITY = "intensity"
 
 
 @dataclass(frozen=True)
-class JobOptions:
-    """The options of jobs as they were given: most have one value for all jobs, or one for each."""
+class Hosts:
+    """Where jobs that share a network are."""
 
-    PANEL: ClassVar = "Jobs"
+    PANEL: ClassVar = "Jobs that share a network (--share)"
 
-    share: bool = setting(
-        False,
-        "Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of"
-        " jobs take one value for all jobs, or one for each, separated by commas.",
-        "--share",
-    )
     hosts: Literal["packed", "spread", "random", "together"] | None = setting(
         None,
         "Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the same hosts.",
         show_default="packed",
     )
+
+    @property
+    def how(self) -> Placement:
+        return self.hosts or "packed"
+
+
+@dataclass(frozen=True)
+class Places(Hosts):
+    """The same, and when they begin."""
+
     shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
+
+
+@dataclass(frozen=True)
+class Timed(Places):
+    """The same of jobs whose iterations can be timed: most have one value for all jobs, or one for each."""
+
     best_shift: bool = setting(
         False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
     )
@@ -68,45 +90,37 @@ class JobOptions:
         show_default="equal",
     )
 
-    @property
-    def placement(self) -> Placement:
-        return self.hosts or "packed"
 
-    def refuse(self) -> None:
-        """Raise `InputError` if there is one that means nothing without --share."""
-        for name in ("shift", "pace", "priority", "hosts", "best_shift"):
-            if getattr(self, name):
-                raise InputError(f"--{name.replace('_', '-')}: means nothing for one job (expected --share)")
-
-
-def simulate_shared(
-    workloads: Sequence[Workload],
+def simulate(
+    found: Files[Workload],
+    /,
     what: Simulated,
-    given: Given,
-    options: dict[str, Any],
-    how: JobOptions,
-    output: Path | None,
-    json: bool,
+    given: NetworkOptions,
+    options: FabricOptions,
+    how: Timed,
+    output: TimelineOutput = None,
+    json: Json = False,
 ) -> None:
     """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.shared.jobs import ITERATIONS
     from legato.simulator.flow.shared.placement import check_taken
 
+    workloads = found.nouns
+    what.check()
+    _check_links(what.fidelity)
+    plans = [] if what.plan is None else [Path(path) for path in split(str(what.plan))]
     workers, machines, network = _network(len(workloads), given, how)
-    if what.fidelity == "formulas":
-        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
     options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
     for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
         if how.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
+    make_timelines(output, len(workloads), [*found.paths, *plans, *given.files])
     jobs = _jobs(workloads, workers, network, what, how, options)
     check_taken({host for job in jobs for host in job.hosts}, network)
     priorities = [0] * len(jobs)
     if how.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", how.priority, len(jobs), whole, 0)
-    if output is not None:
-        make_folder(output)
     number = ITERATIONS if what.iterations is None else what.iterations
     shared = SharedNetwork(jobs, network, iterations=number)
     rows, phases = _rows(shared, how, priorities)
@@ -120,20 +134,21 @@ def simulate_shared(
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
-    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.placement, "by transfers"]
+    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.how, "by transfers"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
     print_table(_table(", ".join(words), rows), keys=2)
     if phases is not None:
         print_table(_drifts(phases))
 
 
-def sweep_shared(
-    workloads: Sequence[Workload],
-    what: Simulated,
-    given: Given,
-    options: dict[str, Any],
-    placement: Placement,
-    json: bool,
+def sweep(
+    given_files: Files[Workload],
+    /,
+    cells: Cells,
+    given: SweptOptions,
+    options: FabricOptions,
+    how: Hosts,
+    json: Json = False,
 ) -> None:
     """Simulate a mix of jobs on every combination of networks, and print a row for each; `--workers` are the jobs'."""
     from legato.simulator.flow import SharedNetwork
@@ -141,36 +156,39 @@ def sweep_shared(
     from legato.simulator.flow.shared.placement import check_taken, num_hosts
     from legato.sweep.grid import network_of
 
-    if what.fidelity == "formulas":
-        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
+    _check_links(cells.fidelity)
+    if "servers" in given.axes:
+        raise InputError("--servers: means nothing for jobs that share networks")
+    workloads, placement = given_files.nouns, how.how
+    what = Simulated(cells.fabric, None, cells.iterations, cells.scheduler)
     default = BY_NAME["workers"].usual
-    workers = [n or default for n in one_each("workers", given.axes["workers"], len(workloads), whole, default)]
+    workers = [n or default for n in one_each("workers", given.axes.get("workers"), len(workloads), whole, default)]
     axes = {field: values for field, values in given.several().items() if field not in ("workers", "servers")}
-    cells = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
-    if len(cells) > _MOST_CELLS:
-        raise InputError(f"{len(cells):,} networks (expected at most {_MOST_CELLS:,})")
-    how, found = JobOptions(share=True, hosts=placement), []
+    networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+    if len(networks) > _MOST_CELLS:
+        raise InputError(f"{len(networks):,} networks (expected at most {_MOST_CELLS:,})")
+    found = []
     with progress("sweeping") as advance:
-        for done, values in enumerate(cells):
-            advance(done, len(cells))
+        for done, values in enumerate(networks):
+            advance(done, len(networks))
             in_a_host = max(1, values["gpus_per_host"])
             number = in_a_host * num_hosts(workers, placement, in_a_host)
             network = network_of(values | {"workers": number, "servers": 1})
-            jobs = _jobs(workloads, workers, network, what, how, options)
+            jobs = _jobs(workloads, workers, network, what, Timed(hosts=placement), options)
             check_taken({host for job in jobs for host in job.hosts}, network)
             shared = SharedNetwork(jobs, network, iterations=what.iterations or ITERATIONS)
-            ((row, *_), _) = _rows(shared, how, [0] * len(jobs))
+            ((row, *_), _) = _rows(shared, Timed(), [0] * len(jobs))
             found.append(values | {key: value for key, value in row.items() if key != "case"})
     if json:
         print_json(found)
         return
     swept = [axis for axis in NETWORK if len(axes.get(axis.field, ())) > 1]
     same = [
-        axis.say(axis.write(cells[0][axis.field]))
+        axis.say(axis.write(networks[0][axis.field]))
         for axis in NETWORK
-        if axis.words and axis not in swept and axis.field in axes and cells[0][axis.field] != axis.usual
+        if axis.words and axis not in swept and axis.field in axes and networks[0][axis.field] != axis.usual
     ]
-    title = [f"{count(len(workloads), 'job')} on {count(len(cells), 'network')}", *same, placement]
+    title = [f"{count(len(workloads), 'job')} on {count(len(networks), 'network')}", *same, placement]
     table = Table(title=", ".join(title), header_style="dim")
     names = [f"{job['job']} on {job['workers']}" for job in found[0]["jobs"]]
     for head in [*(axis.column for axis in swept), *names, "slowdown", "computing"]:
@@ -183,19 +201,24 @@ def sweep_shared(
     print_table(table, keys=max(1, len(swept)))
 
 
-def _network(jobs: int, given: Given, how: JobOptions) -> tuple[list[int], Machines, Network]:
+def _check_links(fidelity: str | None) -> None:
+    if fidelity_of(fidelity, "transfers") == "formulas":
+        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
+
+
+def _network(jobs: int, given: Given, how: Timed) -> tuple[list[int], Machines, Network]:
     """The number of workers of each job, the machines that the options describe, and a network with room for all."""
     from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweep.grid import network_of
 
-    counts = one_each("workers", given.axes["workers"], jobs, whole, None)
+    counts = one_each("workers", given.axes.get("workers"), jobs, whole, None)
     machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
     workers = [machines.cluster.workers if one is None else one for one in counts]
     if min(workers) < 1:
         raise InputError(f"workers: {min(workers)} (expected at least 1)")
     values = given.values(machines.cluster)
     in_a_host = max(1, values["gpus_per_host"])  # less is refused by the network
-    number = in_a_host * num_hosts(workers, how.placement, in_a_host)
+    number = in_a_host * num_hosts(workers, how.how, in_a_host)
     return workers, machines, network_of(values | {"workers": number})
 
 
@@ -204,7 +227,7 @@ def _jobs(
     workers: Sequence[int],
     network: Network,
     what: Simulated,
-    how: JobOptions,
+    how: Timed,
     options: dict[str, Any],
 ) -> list[SharedJob]:
     from legato.simulator.flow import SharedJob, place
@@ -218,7 +241,7 @@ def _jobs(
         raise InputError("--fabric: 'all' (expected, with --share, one fabric for all jobs, or one each)")
     check_options(names, options)
     fabrics = [fitting(name, options) for name in names]
-    hosts = place(workers, how.placement, network)
+    hosts = place(workers, how.how, network)
     schedulers = one_each("scheduler", what.scheduler, count, str, "plain")
     plans: list[str | None] = [*one_each("plan", None if what.plan is None else str(what.plan), count, str, "")]
     shift_s = one_each("shift", how.shift, count, parse_seconds, 0.0)
@@ -245,9 +268,7 @@ def _jobs(
     return jobs
 
 
-def _rows(
-    shared: SharedNetwork, how: JobOptions, priorities: Sequence[int]
-) -> tuple[list[dict[str, Any]], Phases | None]:
+def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
     """A row for each case: equal priorities, those that are given, those of Crux, and the best shifts."""
     from legato.simulator.flow import best_shifts
 

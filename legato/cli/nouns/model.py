@@ -1,0 +1,110 @@
+"""A language model and the GPU that it runs on: what the verbs `workload` and `layouts` ask about them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+from msgspec.structs import replace
+
+from legato.cli.options import quantity, setting
+from legato.core.errors import InputError
+from legato.core.job import LanguageModel, Machine
+from legato.core.quantities import parse_flops
+
+__all__ = ["LLM", "Computes", "ModelOutput", "Recompute", "Shape", "shape_of"]
+
+#: The name of a language model that has no other name.
+LLM = "llm"
+
+
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--recompute",
+        help="Recompute all activations in the backward pass.",
+        rich_help_panel="Large models: training",
+    ),
+]
+ModelOutput = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")
+]
+
+
+@dataclass(frozen=True)
+class Computes:
+    """What computes."""
+
+    device: str | None = setting(
+        None,
+        "Device that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
+        show_default="v100; h100 for language models",
+    )
+    device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    efficiency: float | None = setting(
+        None, "Share of the peak that matrix products reach.", show_default="0.5; of language models the machine's"
+    )
+
+    @property
+    def flops_per_s(self) -> float | None:
+        return None if self.device_flops is None else quantity("device-flops", self.device_flops, parse_flops)
+
+    def machine(self) -> Machine:
+        """The machine of whole jobs. Raises `InputError` on another device."""
+        from legato.zoo.presets import machine_named
+
+        changed = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiency}
+        given = {field: value for field, value in changed.items() if value is not None}
+        return replace(machine_named(self.device or "h100"), **given)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a language model."""
+
+    PANEL: ClassVar = "Language models: shape"
+
+    layers: int | None = setting(None, "Number of layers.")
+    hidden: int | None = setting(None, "Width of the model.")
+    heads: int | None = setting(None, "Attention heads.")
+    kv_heads: int | None = setting(None, "Heads of the keys and values.", show_default="the attention heads")
+    intermediate: int | None = setting(None, "Width of the MLP.", show_default="3.5 x hidden")
+    experts: int | None = setting(None, "MLPs of a mixture of experts.", show_default="1")
+    active_experts: int | None = setting(None, "Experts that a token uses.", show_default="1")
+    vocabulary: int | None = setting(None, "Tokens in the vocabulary.", "--vocab")
+    tied: bool | None = setting(
+        None,
+        "Whether the embeddings are also the output layer.",
+        "--tied/--untied",
+        show_default="untied; tied in gpt3",
+    )
+    sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
+
+    def given(self) -> dict[str, Any]:
+        """What the options change."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
+    """The shape of a language model, with what the options change in it."""
+    from legato import zoo
+    from legato.zoo.language.models import MODELS, model_named
+
+    if name == LLM:
+        needed = ("layers", "hidden", "heads", "vocabulary")
+        missing = [_option(field) for field in needed if field not in given]
+        if missing:
+            raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
+        return zoo.shaped(**given)
+    if name not in MODELS:
+        known = f"expected one of {', '.join((LLM, *MODELS))}"
+        if given:
+            raise InputError(f"{_option(next(iter(given)))}: {name} has no such option ({known})")
+        raise InputError(f"{name}: no language model ({known})")
+    return model_named(name, **given)
+
+
+def _option(field: str) -> str:
+    return "--vocab" if field == "vocabulary" else f"--{field.replace('_', '-')}"

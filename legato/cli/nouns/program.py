@@ -1,0 +1,107 @@
+"""Programs of traced jobs: `legato import --program` writes one, `legato simulate` predicts it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from legato.cli.axes import Given, axes
+from legato.cli.nouns.job import refuse_switches, said
+from legato.cli.nouns.reading import Files
+from legato.cli.options import Fidelity, Json, one_each, whole
+from legato.cli.output import fidelity_of, note, print_json, print_parts
+from legato.core.program import Program
+from legato.core.text import count, percent
+from legato.core.units import format_bandwidth, format_seconds
+
+if TYPE_CHECKING:
+    from legato.ingest.traced import Notes
+    from legato.whole_jobs.traced import ProgramStep
+
+__all__ = ["describe_program", "program_values", "simulate"]
+
+#: The links and the network, and how many workers the program is repeated on.
+_Machine = Annotated[Given, axes("links", "switches", "workers", cluster=False, values="each job")]
+
+
+def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = None, json: Json = False) -> None:
+    """Print what the step of a program consists of: predicted, and as traced."""
+    from legato.whole_jobs.flow.step import network_of
+    from legato.whole_jobs.flow.step import simulate_program as simulated
+    from legato.whole_jobs.traced import predict, repeated, replay
+    from legato.zoo.presets import machine_named, with_links
+
+    program, fidelity = found.only(), fidelity_of(fidelity, "flows")
+    refuse_switches(options, fidelity)
+    machine = with_links(machine_named("h100"), options.fields())
+    (workers,) = one_each("workers", options.axes.get("workers"), 1, whole, None)
+    many = program if workers is None else repeated(program, workers)
+    if fidelity == "flows":
+        switches = {axis.field: value for axis, value in options.of("switches").items()}
+        step = simulated(many, machine, network_of(machine, _workers(many), **switches))
+    else:
+        step = predict(many, machine)
+    known = all(one.traced_s is not None for one in many.communications)
+    traced = replay(many) if known else None
+    if json:
+        values = {"name": program.name, "gpus": _workers(many), "predicted": _values(step)}
+        values |= {"as_traced": None if traced is None else _values(traced), "traced_s": many.traced_s}
+        print_json(values)
+        return
+    inside, between = (format_bandwidth(8 * speed) for speed in (machine.link_bytes_per_s, machine.card_bytes_per_s))
+    note(
+        f"network: {count(machine.gpus_per_host, 'GPU')} a host with {inside} inside ({percent(machine.link_share, 0)} "
+        f"of it is reached) and {between} to others ({percent(machine.card_share, 0)}); beside its bytes, a collective "
+        f"takes {format_seconds(machine.latency_s)} inside a host, {format_seconds(machine.network_latency_s)} between "
+        f"two, and {format_seconds(machine.hop_s)} for each further one"
+    )
+    if many is not program:
+        copies = _workers(many) // _workers(program)
+        note(
+            f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
+            "communications of the kind data"
+        )
+    title = f"{describe_program(many)}{said(options)}, by {fidelity}"
+    print_parts(title, _parts(step), None if traced is None else ("as traced", _parts(traced)))
+    if traced and many.traced_s:
+        off = percent(traced.seconds / many.traced_s - 1, signed=True)
+        note(f"measured: {format_seconds(many.traced_s)}; the step as traced is off by {off}")
+
+
+def _parts(step: ProgramStep) -> dict[str, float]:
+    rest = {"waiting for the host": step.idle_s, "waiting for other workers": step.late_s}
+    return {"computing": step.computing_s, **rest, **step.exposed_s}
+
+
+def _values(step: ProgramStep) -> dict[str, Any]:
+    """What `--json` prints of a step."""
+    sent: dict[str, dict[str, float]] = {}
+    for (kind, tier), nbytes in step.sent.items():
+        sent.setdefault(kind, {})[tier] = nbytes
+    return {
+        "step_s" if name == "seconds" else name: value for name, value in asdict(step).items() if name != "sent"
+    } | {"sent_nbytes": sent}
+
+
+def _workers(program: Program) -> int:
+    return sum(len(lane.workers) for lane in program.lanes)
+
+
+def describe_program(program: Program) -> str:
+    """A program in words: its workers, and how many communications of each kind it has."""
+    kinds = [one.kind for one in program.communications]
+    told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return f"{program.name} on {count(_workers(program), 'worker')} ({told or 'no communication'})"
+
+
+def program_values(program: Program, notes: Notes) -> dict[str, Any]:
+    """What `--json` prints of an imported program."""
+    return {
+        "name": program.name,
+        "gpus": _workers(program),
+        "num_communications": len(program.communications),
+        "kinds": list(dict.fromkeys(one.kind for one in program.communications)),
+        "traced_s": program.traced_s,
+        "missing": notes.missing,
+        "assumed": notes.assumed,
+    }

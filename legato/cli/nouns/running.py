@@ -1,0 +1,115 @@
+"""How the cells of a sweep are run, and where its rows are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.cli.options import (
+    FABRIC_HELP,
+    SCHEDULER_HELP,
+    Fidelity,
+    Interrupted,
+    Iterations,
+    check_file,
+    keep_apart,
+    setting,
+)
+from legato.cli.output import note, progress
+from legato.core.errors import InputError
+from legato.core.text import count
+
+__all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
+
+#: The rows of a table.
+MOST_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What is simulated on the networks, beside workloads."""
+
+    fabric: str = setting("ring", FABRIC_HELP)
+    fidelity: Fidelity = None
+    iterations: Iterations = None
+    scheduler: str | None = setting(None, f"{SCHEDULER_HELP} plain sends one message per tensor.", show_default="plain")
+
+
+@dataclass(frozen=True)
+class Simulated(Cells):
+    """The same of one network."""
+
+    fabric: str = setting("all", FABRIC_HELP)
+    scheduler: str | None = setting(
+        None, "Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
+    )
+    plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
+
+    def check(self) -> None:
+        if self.plan is not None and self.scheduler is not None:
+            raise InputError("--plan and --scheduler: give one or the other")
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the cells are simulated."""
+
+    jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
+    backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
+    fresh: bool = setting(False, "Forget finished cells and start again.", "--fresh")
+
+    @contextmanager
+    def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
+        """How cells are run, as functions of `legato.sweep` take it: with a journal beside the file to be `kept`."""
+        from legato.sweep.journal import Journal, journal_of
+        from legato.sweep.parallel import check_backend
+
+        check_backend(self.backend)
+        journal = None
+        try:
+            with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
+                if self.fresh and journal is not None:
+                    journal.forget()
+                if journal is not None and journal.done:
+                    note(f"{journal.path} has {len(journal.done):,} finished cells")
+                with progress("sweeping") as advance:
+                    yield {"journal": journal, "jobs": self.jobs, "backend": self.backend, "progress": advance}
+        except KeyboardInterrupt:
+            if kept is None:
+                raise Interrupted("interrupted; without --output, no finished cell is kept") from None
+            number = "" if journal is None else f"{len(journal.done):,} "
+            kept_cells = f"{number}finished cells are kept in {journal_of(kept)}"
+            raise Interrupted(f"interrupted; {kept_cells}: run the same command again to continue") from None
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files for the rows."""
+
+    output: Path | None = setting(
+        None, "Write the rows to this .csv or .parquet file, or plots to this .html file.", "--output", "-o"
+    )
+    report: Path | None = setting(None, "Write plots to this file, beside the rows.", metavar="R.html")
+
+    def check(self, reads: Sequence[Path], *suffixes: str) -> None:
+        """Raise `InputError` if a file is read, too, or cannot be written; the output has one of these suffixes."""
+        keep_apart(reads, output=self.output, report=self.report)
+        check_file("report", self.report, ".html")
+        check_file("output", self.output, *suffixes)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.output, self.report) if path is not None]
+
+    @property
+    def first(self) -> Path | None:
+        """The file beside which finished cells are kept."""
+        return next(iter(self.paths), None)
+
+    def tell(self, rows: int) -> None:
+        """Say where the rows are."""
+        if self.first is not None:
+            note(f"{count(rows, 'row')} -> {self.first}")

@@ -1,0 +1,407 @@
+"""Workloads: `legato simulate` of one network, with a row for each fabric, and `legato sweep` of every combination."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from rich.table import Table
+
+from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions
+from legato.cli.nouns.reading import Files
+from legato.cli.nouns.running import MOST_SHOWN, Cells, Running, Simulated, Written
+from legato.cli.options import Json, TimelineOutput, in_flight_words, keep_apart, one_each, split, whole
+from legato.cli.output import fidelity_of, note, print_json, print_rows, print_table, progress
+from legato.core import files
+from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
+from legato.core.cluster import SEND_S, UNDIVIDED, Cluster
+from legato.core.errors import InputError, PlanError, TooLargeError
+from legato.core.plan import Plan
+from legato.core.text import count, percent
+from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
+from legato.core.workload import Workload
+
+if TYPE_CHECKING:
+    from legato.report.model import SweepRow
+    from legato.simulator.flow import FlowResult, Network
+    from legato.simulator.flow.fabrics.protocol import Fabric
+    from legato.sweep import Grid
+
+__all__ = ["simulate", "sweep"]
+
+#: A timeline file is for looking at, and has no more workers than these.
+_MOST_DRAWN = 32
+#: The baseline of speedups is simulated beside other fabrics if it has no more pushes than these.
+_MOST_BASELINE = 1_000_000
+
+
+def simulate(
+    found: Files[Workload],
+    /,
+    what: Simulated,
+    given: NetworkOptions,
+    options: FabricOptions,
+    output: TimelineOutput = None,
+    json: Json = False,
+) -> None:
+    """Simulate one network, and print a row for each fabric."""
+    from legato.sweep.grid import network_of
+
+    what.check()
+    keep_apart([*found.paths, *([] if what.plan is None else [what.plan]), *given.files], output=output)
+    fidelity, jobs = fidelity_of(what.fidelity, "transfers"), found.nouns
+    if fidelity == "formulas" and options:
+        raise InputError(f"{min(options)}: means nothing by formulas (expected --fidelity transfers)")
+    (workers,) = one_each("workers", given.axes.get("workers"), 1, whole, None)
+    machines = given.replace(workers=workers).machines()
+    number = machines.cluster.workers
+    if len(jobs) not in (1, number):
+        raise InputError(f"{count(len(jobs), 'workload')} for {count(number, 'worker')} (expected one, or one each)")
+    network = network_of(given.values(machines.cluster))
+    servers = given.axes.get("servers")
+    chosen = _fabrics(what.fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
+    own = None if what.plan is None else files.read(what.plan, Plan)
+    if fidelity == "transfers":
+        check, run = _flow(jobs, network, what.iterations)
+    else:
+        check, run = None, _collective(jobs, network)
+        if what.fabric == "all":
+            chosen = {name: one for name, one in chosen.items() if _is_priced(name, one, network, own)}
+    plans = _plans(chosen, jobs[0], own or what.scheduler or "plain", network, leave_out=what.fabric == "all")
+    if check is not None:
+        for name, plan in plans.items():
+            check(name, chosen[name], plan)
+    costs_little = fidelity == "formulas" or number * len(jobs[0].tensors) <= _MOST_BASELINE
+    rows, timeline = _rows(jobs[0], chosen, plans, run, with_baseline=costs_little and _fits_baseline(network))
+    if output is not None:
+        where = machines.describe_link(network)
+        files.write(output, msgspec.structs.replace(timeline, job=jobs[0].name, network=where))
+    if json:
+        print_json(rows)
+        return
+    words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"by {fidelity}"]
+    words += in_flight_words(chosen.values()) if fidelity == "transfers" else []
+    print_rows(", ".join(words), rows)
+    free = [row["fabric"] for row in rows if row.get("undisturbed_s") == row["iteration_s"]]
+    if free and network.disturbed:
+        note(f"{given.axes['disturb']}: costs nothing with {', '.join(free)}; iterations take as long undisturbed")
+    if output is not None:
+        shown = len({span.worker for span in timeline.spans})
+        drawn = f" ({shown} of {count(number, 'worker')})" if fidelity == "transfers" and shown < number else ""
+        note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
+
+
+Check = Callable[[str, "Fabric", Plan], None]
+#: Also returns what else is known of a fabric: columns that only some tables have.
+Run = Callable[[str, "Fabric", Plan], "tuple[Timeline | FlowResult, dict[str, Any]]"]
+
+
+def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
+    """The named fabrics, each with the options that it has. Raises `InputError` on an option that none of them has."""
+    from legato.simulator.flow import FABRICS
+    from legato.simulator.flow.fabrics import check_options, fitting
+
+    chosen = list(FABRICS) if names == "all" else split(names)
+    check_options(chosen, options)
+    if cluster.servers:
+        options = options | {"servers": cluster.servers}
+    return {name: fitting(name, options) for name in chosen}
+
+
+def _plans(
+    chosen: dict[str, Fabric], job: Workload, by: Plan | str, network: Network, *, leave_out: bool
+) -> dict[str, Plan]:
+    """The plan for each fabric: a plan, or a scheduler's. With `leave_out`, fabrics without one are left out."""
+    from legato.sweep.cell import plan_for
+
+    plans = {}
+    for name, fabric in chosen.items():
+        try:
+            plans[name] = by if isinstance(by, Plan) else plan_for(by, job, name, fabric, network)
+        except PlanError as error:
+            if not leave_out:
+                raise
+            note(f"{name} is left out: {error}")
+    return plans
+
+
+def _fits_baseline(network: Network) -> bool:
+    """Whether the baseline of speedups has all the servers that are disturbed."""
+    from legato.simulator.flow import BASELINE, FABRICS
+
+    return all(one.kind != "server" or one.number < FABRICS[BASELINE].servers for one in network.disturbances)
+
+
+def _rows(
+    job: Workload, chosen: dict[str, Fabric], plans: dict[str, Plan], run: Run, *, with_baseline: bool
+) -> tuple[list[dict[str, Any]], Timeline]:
+    """One row per fabric with a plan, and the timeline of the fastest one.
+
+    Speedups are None if the baseline is not one of the fabrics, and is not simulated as well (`with_baseline`).
+    """
+    from legato.simulator.flow import BASELINE, FABRICS, plain_plan
+
+    baseline, plain = FABRICS[BASELINE], plain_plan(job, BASELINE)
+    rows: list[dict[str, Any]] = []
+    results: list[Timeline | FlowResult] = []
+    baseline_s, began_s = None, _compiled_s()
+    with progress("simulating") as advance:
+        for done, (name, plan) in enumerate(plans.items()):
+            advance(done, len(plans))
+            start, compiled_s = time.perf_counter(), _compiled_s()
+            found, more = run(name, chosen[name], plan)
+            took_s, compiled_s = time.perf_counter() - start, _compiled_s() - compiled_s
+            row = {"fabric": name, "iteration_s": found.iteration_s, "speedup": None, **more}
+            row |= {"overlap": found.overlap, "utilization": found.utilization}
+            rows.append({**row, "simulate_s": took_s - compiled_s})
+            results.append(found)
+            if chosen[name] == baseline and plan == plain:
+                baseline_s = row["iteration_s"]
+        if baseline_s is None and with_baseline:
+            with contextlib.suppress(TooLargeError):
+                found, more = run(BASELINE, baseline, plain)
+                baseline_s = more.get("iteration_s", found.iteration_s)
+    if (compiled_s := _compiled_s() - began_s) > 0:
+        note(f"the simulator was compiled in {format_seconds(compiled_s)}, once")
+    if baseline_s is not None:
+        for row in rows:
+            row["speedup"] = baseline_s / row["iteration_s"] if row["iteration_s"] > 0 else 1.0
+    fastest, name = min(zip(results, plans, strict=True), key=lambda one: one[0].iteration_s)
+    if not isinstance(fastest, Timeline):
+        fastest = fastest.timeline(sorted(fastest.ranks.tolist())[:_MOST_DRAWN], name)
+    return rows, fastest
+
+
+def _compiled_s() -> float:
+    """The seconds for which this process has compiled the flow simulator, if it has loaded it."""
+    loop = sys.modules.get("legato.simulator.flow.engine.loop")
+    return 0.0 if loop is None else loop.compiled_s()
+
+
+def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> tuple[Check, Run]:
+    from legato.simulator.flow import simulate_flow
+    from legato.simulator.flow.iterations.run import check_flow
+
+    job = jobs[0] if len(jobs) == 1 else jobs
+    if network.disturbances:  # a factor of 1 among them, so that both times are of the same iterations
+        iterations = iterations or 1
+
+    def check(name: str, fabric: Fabric, plan: Plan) -> None:
+        try:
+            check_flow(job, plan, fabric, network, iterations=iterations)
+        except TooLargeError as error:
+            raise TooLargeError(f"{name}: {error}") from None
+
+    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[FlowResult, dict[str, Any]]:
+        result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
+        if not network.disturbances:
+            return result, {}
+        quiet = replace(network, disturbances=())
+        ends_s = result.end_s.tolist()
+        quiet_s = float(simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).end_s[-1])
+        lost_s = network.lost_s(ends_s[-1], fabric.host_shape(network))
+        propagated = (ends_s[-1] - quiet_s) / lost_s if lost_s > 0 else None
+        each_s = [end - before for before, end in itertools.pairwise([0.0, *ends_s])]
+        more = {"longest_s": max(each_s)} if len(each_s) > 1 else {}
+        means_s = {"iteration_s": ends_s[-1] / len(each_s), "undisturbed_s": quiet_s / len(each_s)}
+        return result, {**means_s, **more, "lost_s": lost_s, "propagated": propagated}
+
+    return check, run
+
+
+def _collective(jobs: Sequence[Workload], network: Network) -> Run:
+    """Simulate one shared resource and identical workers, as planners do."""
+    from legato.simulator import collective
+
+    if len(jobs) > 1 or not network.plain:
+        raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
+
+    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[Timeline, dict[str, Any]]:
+        cluster = _cluster(name, fabric, network)
+        if cluster is None:
+            raise InputError(f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)")
+        if fabric.servers and (what := _beyond_servers(plan)):
+            raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
+        # At this fidelity a message names its collective, and the cluster has only one.
+        messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
+        plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
+        return collective.simulate(jobs[0], plan, cluster), {}
+
+    return run
+
+
+def _is_priced(name: str, fabric: Fabric, network: Network, plan: Plan | None) -> bool:
+    """Whether there is a formula for the fabric, and for the messages of a plan if it is given."""
+    if _cluster(name, fabric, network) is None:
+        return False
+    if plan is not None and fabric.servers:
+        return not _beyond_servers(plan)
+    return plan is None or name not in UNDIVIDED or all(one.kind == "all_reduce" for one in plan.messages)
+
+
+def _beyond_servers(plan: Plan) -> str:
+    """What of a plan parameter servers cannot do; "" if they can do everything."""
+    if plan.shard != "none":
+        return f"shard {plan.shard!r}"
+    return "wire formats" if any(message.wire is not None for message in plan.messages) else ""
+
+
+def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
+    """The machines with the cost of an all-reduce, or of a push and a pull; None for a fabric that has no formula."""
+    from legato.simulator.flow.network.network import PRICED_AS
+    from legato.sweep.grid import fabric_names
+
+    return network.cluster(name, fabric.servers) if PRICED_AS.get(name, name) in fabric_names("formulas") else None
+
+
+def sweep(
+    found: Files[Workload],
+    /,
+    cells: Cells,
+    network: SweptOptions,
+    options: FabricOptions,
+    written: Written,
+    running: Running,
+    json: Json = False,
+) -> None:
+    """Simulate every combination of workloads, networks and schedulers, and write the rows, or print them."""
+    from legato.sweep import Grid
+    from legato.sweep import sweep as sweep_grid
+    from legato.sweep.grid import fabric_names
+
+    written.check(found.paths, ".parquet", ".csv", ".html")
+    fidelity = fidelity_of(cells.fidelity, "transfers")
+    grid = Grid(
+        workloads=tuple(found.nouns),
+        fabrics=tuple(fabric_names(fidelity) if cells.fabric == "all" else split(cells.fabric)),
+        schedulers=tuple(split("plain" if cells.scheduler is None else cells.scheduler)),
+        fidelity=fidelity,
+        axes=network.several(),
+        iterations=cells.iterations,
+        options=options,
+    )
+    with running.cells(written.first) as how:
+        rows = sweep_grid(grid, **how)
+    _write(rows, written.paths)
+    if json:
+        print_json([row.columns for row in rows])
+    else:
+        _show(rows, grid, network.file)
+        written.tell(len(rows))
+
+
+def _write(rows: Sequence[SweepRow], paths: Sequence[Path]) -> None:
+    from legato.report.html import write_report
+    from legato.report.model import Report
+    from legato.sweep import write_rows
+
+    for path in paths:
+        if path.suffix == ".html":
+            write_report(path, Report(sweep=tuple(rows)))
+        else:
+            write_rows(path, rows)
+
+
+class _Column(NamedTuple):
+    head: str
+    text: Callable[[SweepRow], str]
+    is_name: bool = False
+
+
+def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
+    """The columns of the table, of which those are shown that tell rows apart."""
+    from legato.report.sweeps import over
+
+    def of(axis: Axis) -> _Column:
+        return _Column(axis.column, lambda row: axis.write(row.axes[axis.field]), type(axis.usual) is str)
+
+    return [
+        _Column("workload", lambda row: row.workload, True),
+        *(of(axis) for axis in SWEPT if axis is not SERVERS),
+        _Column("fabric", lambda row: row.fabric, True),
+        of(SERVERS),
+        _Column("scheduler", lambda row: row.scheduler, True),
+        _Column("iteration", lambda row: "failed" if row.iteration_s is None else format_seconds(row.iteration_s)),
+        _Column(f"speedup {over(rows)}", lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x"),
+        _Column("above bound", lambda row: "" if row.gap is None else percent(row.gap, signed=True)),
+        _Column("utilization", lambda row: "" if row.utilization is None else percent(row.utilization)),
+        _Column("faster with", lambda row: row.anomaly or ""),
+    ]
+
+
+def _is_shown(head: str, texts: set[str]) -> bool:
+    """Whether the table has this column: it has several values, or is always worth a look."""
+    return len(texts) > 1 or head == "iteration" or (head in ("utilization", "faster with") and bool(texts))
+
+
+def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
+    """What all cells have in common, in words: the machines and links, and of the rest what is not as usual."""
+    from legato.simulator.flow.fabrics import fitting
+    from legato.sweep.grid import PLAIN
+
+    def only(name: str) -> list[str]:
+        names = {getattr(row, name) for row in rows}
+        return list(names) if len(names) == 1 else []
+
+    same = [(axis, values[0]) for axis in NETWORK if axis.words and len(values := grid.values[axis.field]) == 1]
+    said = [(axis, axis.say(axis.write(v))) for axis, v in same if v != axis.usual or (axis.in_cluster and axis.column)]
+    words = only("workload") + [text for axis, text in said if axis.column]
+    words += only("fabric") + [name for name in only("scheduler") if name != PLAIN]
+    words += _sends(grid) + [text for axis, text in said if not axis.column]
+    others = [f"{name.replace('_', ' ')} {value}" for name, value in grid.options.items() if name != "in_flight"]
+    if grid.fidelity == "formulas":
+        return [*words, *others, "by formulas"]
+    return [*words, *others, *in_flight_words(fitting(name, grid.options) for name in grid.fabrics)]
+
+
+def _sends(grid: Grid) -> list[str]:
+    """For how long a send keeps its sender busy, if it does."""
+    latencies_s, (send_s,) = grid.values["latency_s"], grid.values["send_s"]
+    latest_s = min(SEND_S, max(latencies_s)) if send_s is None else send_s
+    less = ", or the latency" if latest_s > min(latencies_s) else ""
+    return [f"{format_seconds(latest_s)} a send{less}"] if latest_s else []
+
+
+def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None) -> None:
+    """Print one row per cell, or of many the fastest on each network; what is the same everywhere is in the title."""
+    shown = list(rows)
+    title = ", ".join(
+        [("" if cluster is None else f"{cluster}: ") + count(len(rows), "cell"), *_same_everywhere(rows, grid)]
+    )
+    if len(rows) > MOST_SHOWN:
+        shown = _fastest_each(rows)
+        title += f"; the fastest on each of {count(len(shown), 'network')}"
+    if len(shown) > MOST_SHOWN:
+        title += f" ({MOST_SHOWN} shown)"
+    table = Table(title=title, header_style="dim")
+    columns = [one for one in _columns(rows) if _is_shown(one.head, {one.text(row) for row in rows} - {""})]
+    for one in columns:
+        table.add_column(one.head, justify="left" if one.is_name else "right")
+    for row in shown[:MOST_SHOWN]:
+        table.add_row(*(one.text(row) for one in columns))
+    print_table(table, keys=[one.head for one in columns].index("iteration"))
+    failed = [row for row in rows if row.error is not None]
+    for error in dict.fromkeys(row.error for row in failed):
+        names = ", ".join(dict.fromkeys(f"{row.scheduler} on {row.fabric}" for row in failed if row.error == error))
+        note(f"{sum(row.error == error for row in failed):,} failed ({names}): {error}")
+    if odd := sum(row.anomaly is not None for row in rows):
+        cells_are = "1 cell is" if odd == 1 else f"{odd:,} cells are"
+        note(f"{cells_are} slower than with less of one axis, as fixed priorities allow (Graham's anomalies)")
+
+
+def _fastest_each(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    best: dict[Any, SweepRow] = {}
+    for row in rows:
+        machines = row.workload, *(row.axes[axis.field] for axis in SWEPT if axis is not SERVERS)
+        seconds = best[machines].iteration_s if machines in best else None
+        if machines not in best or (row.iteration_s is not None and (seconds is None or row.iteration_s < seconds)):
+            best[machines] = row
+    return list(best.values())
