@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from legato.core.errors import LegatoError
+from legato.core.cluster import UNDIVIDED
+from legato.core.errors import InputError, LegatoError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
@@ -17,10 +19,12 @@ from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
 from legato.simulator.flow import Fabric, FlowResult, Network, plain_plan, simulate_flow
+from legato.simulator.flow.iterations.run import check_flow
+from legato.simulator.flow.network.network import PRICED_AS
 from legato.simulator.flow.pricing import cluster_for
-from legato.sweep.grid import PLAIN, Cell
+from legato.sweep.grid import PLAIN, Cell, Fidelity, fabric_names
 
-__all__ = ["Outcome", "attempt", "plan_for", "run_cell"]
+__all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,17 +70,69 @@ def plan_for(scheduler: str, workload: Workload, name: str, fabric: Fabric, netw
     return schedule(scheduler, workload, cluster_for(name, fabric, network))
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """What has the figures of a cell of a sweep, and of a row of `legato simulate`.
+
+    A job whose workers have one workload, or one each, runs plans on fabrics of a network, with their names. Raises
+    `InputError` where formulas are asked for unlike hosts, or for more than one switch.
+    """
+
+    workloads: Sequence[Workload]
+    network: Network
+    fidelity: Fidelity
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fidelity == "formulas" and (len(self.workloads) > 1 or not self.network.plain):
+            raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
+
+    def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
+        """Simulate a plan. Raises `InputError` where this fidelity cannot."""
+        if self.fidelity == "transfers":
+            options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
+            return simulate_flow(self._job, plan, fabric, self.network, **options)
+        if why := self.beyond_formulas(plan, name, fabric):
+            raise InputError(why)
+        # By formulas a message names its collective, and the cluster has only one.
+        messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
+        plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
+        return collective.simulate(self.workloads[0], plan, self.network.cluster(name, fabric.servers))
+
+    def check(self, plan: Plan, name: str, fabric: Fabric) -> None:
+        """Raise `InputError` before any work where there are too many transfers."""
+        if self.fidelity == "transfers":
+            try:
+                check_flow(self._job, plan, fabric, self.network, iterations=self.iterations)
+            except TooLargeError as error:
+                raise TooLargeError(f"{name}: {error}") from None
+
+    def beyond_formulas(self, plan: Plan | None, name: str, fabric: Fabric) -> str:
+        """Why there is no formula for the fabric, or for a plan on it; "" where there is one."""
+        if PRICED_AS.get(name, name) not in fabric_names("formulas"):
+            return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
+        if plan is None or not (fabric.servers or name in UNDIVIDED):
+            return ""
+        wired = any(message.wire is not None for message in plan.messages)
+        what = f"shard {plan.shard!r}" if plan.shard != "none" else "wire formats" if wired else ""
+        if fabric.servers and what:
+            return f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)"
+        halves = any(message.kind != "all_reduce" for message in plan.messages)
+        return f"{name}: a plan with halves (expected all-reduces)" if halves and not fabric.servers else ""
+
+    @property
+    def _job(self) -> Workload | Sequence[Workload]:
+        return self.workloads[0] if len(self.workloads) == 1 else self.workloads
+
+
 def _simulated(cell: Cell, workload: Workload) -> dict[str, Any]:
     network, fabric = cell.network, cell.made_fabric
     plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
-    found: Timeline | FlowResult
+    found = Simulation([workload], network, cell.fidelity, cell.iterations).run(plan, cell.fabric, fabric)
     bound_s = None
     if cell.fidelity == "formulas":
         cluster = network.cluster(cell.fabric, fabric.servers)
-        found = collective.simulate(workload, plan, cluster)
         bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds
-    else:
-        found = simulate_flow(workload, plan, fabric, network, iterations=cell.iterations, keep_transfers=False)
     return {
         "iteration_s": found.iteration_s,
         "lower_bound_s": bound_s,

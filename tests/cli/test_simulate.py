@@ -58,15 +58,15 @@ def test_a_sharded_plan_is_simulated_as_such_or_refused(capsys, tmp_path):
 
 
 def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys, workload, monkeypatch):
-    from legato.simulator import flow
+    from legato.sweep import cell
 
-    simulated, simulate_flow = [], flow.simulate_flow
+    simulated, simulate_flow = [], cell.simulate_flow
 
     def counted(job, plan, fabric, *arguments, **options):
         simulated.append(next(name for name, known in FABRICS.items() if known == fabric))
         return simulate_flow(job, plan, fabric, *arguments, **options)
 
-    monkeypatch.setattr(flow, "simulate_flow", counted)
+    monkeypatch.setattr(cell, "simulate_flow", counted)
     (ring,) = rows(capsys, workload, "--fabric", "ring")
     assert simulated == ["ring", "parameter-server"] and ring["speedup"] > 1
     simulated.clear()
@@ -90,9 +90,9 @@ def test_a_timeline_says_for_how_many_workers_it_is(capsys, workload, tmp_path):
 
 
 def test_all_fabrics_are_checked_before_the_first_is_simulated(capsys, workload, monkeypatch):
-    from legato.simulator import flow
+    from legato.sweep import cell
 
-    monkeypatch.setattr(flow, "simulate_flow", None)
+    monkeypatch.setattr(cell, "simulate_flow", None)
     status, out, err = run(capsys, "simulate", workload, "--workers", 2**20, "--message-bytes", "100KiB")
     assert status == 2 and out == "" and "parameter-server: more than 100,000,000" in err
 

@@ -21,7 +21,7 @@ from legato.cli.options import Json, TimelineOutput, in_flight_words, keep_apart
 from legato.cli.output import fidelity_of, note, print_json, print_rows, print_table, progress
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
-from legato.core.cluster import SEND_S, UNDIVIDED, Cluster
+from legato.core.cluster import SEND_S, Cluster
 from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.text import count, percent
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from legato.simulator.flow import FlowResult, Network
     from legato.simulator.flow.fabrics.protocol import Fabric
     from legato.sweep import Grid
+    from legato.sweep.cell import Simulation
 
 __all__ = ["simulate", "sweep"]
 
@@ -53,6 +54,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Simulate one network, and print a row for each fabric."""
+    from legato.sweep.cell import Simulation
     from legato.sweep.grid import network_of
 
     what.check()
@@ -69,18 +71,16 @@ def simulate(
     servers = given.axes.get("servers")
     chosen = _fabrics(what.fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
     own = None if what.plan is None else files.read(what.plan, Plan)
-    if fidelity == "transfers":
-        check, run = _flow(jobs, network, what.iterations)
-    else:
-        check, run = None, _collective(jobs, network)
-        if what.fabric == "all":
-            chosen = {name: one for name, one in chosen.items() if _is_priced(name, one, network, own)}
+    # With disturbances, also by a factor of 1: so that both times are of the same iterations.
+    iterations = 1 if what.iterations is None and network.disturbances else what.iterations
+    simulation = Simulation(jobs, network, fidelity, iterations)
+    if fidelity == "formulas" and what.fabric == "all":
+        chosen = {name: one for name, one in chosen.items() if not simulation.beyond_formulas(own, name, one)}
     plans = _plans(chosen, jobs[0], own or what.scheduler or "plain", network, leave_out=what.fabric == "all")
-    if check is not None:
-        for name, plan in plans.items():
-            check(name, chosen[name], plan)
+    for name, plan in plans.items():
+        simulation.check(plan, name, chosen[name])
     costs_little = fidelity == "formulas" or number * len(jobs[0].tensors) <= _MOST_BASELINE
-    rows, timeline = _rows(jobs[0], chosen, plans, run, with_baseline=costs_little and _fits_baseline(network))
+    rows, timeline = _rows(simulation, chosen, plans, with_baseline=costs_little and _fits_baseline(network))
     if output is not None:
         where = machines.describe_link(network)
         files.write(output, msgspec.structs.replace(timeline, job=jobs[0].name, network=where))
@@ -97,11 +97,6 @@ def simulate(
         shown = len({span.worker for span in timeline.spans})
         drawn = f" ({shown} of {count(number, 'worker')})" if fidelity == "transfers" and shown < number else ""
         note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
-
-
-Check = Callable[[str, "Fabric", Plan], None]
-#: Also returns what else is known of a fabric: columns that only some tables have.
-Run = Callable[[str, "Fabric", Plan], "tuple[Timeline | FlowResult, dict[str, Any]]"]
 
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
@@ -141,7 +136,7 @@ def _fits_baseline(network: Network) -> bool:
 
 
 def _rows(
-    job: Workload, chosen: dict[str, Fabric], plans: dict[str, Plan], run: Run, *, with_baseline: bool
+    simulation: Simulation, chosen: dict[str, Fabric], plans: dict[str, Plan], *, with_baseline: bool
 ) -> tuple[list[dict[str, Any]], Timeline]:
     """One row per fabric with a plan, and the timeline of the fastest one.
 
@@ -149,7 +144,7 @@ def _rows(
     """
     from legato.simulator.flow import BASELINE, FABRICS, plain_plan
 
-    baseline, plain = FABRICS[BASELINE], plain_plan(job, BASELINE)
+    baseline, plain = FABRICS[BASELINE], plain_plan(simulation.workloads[0], BASELINE)
     rows: list[dict[str, Any]] = []
     results: list[Timeline | FlowResult] = []
     baseline_s, began_s = None, _compiled_s()
@@ -157,7 +152,8 @@ def _rows(
         for done, (name, plan) in enumerate(plans.items()):
             advance(done, len(plans))
             start, compiled_s = time.perf_counter(), _compiled_s()
-            found, more = run(name, chosen[name], plan)
+            found = simulation.run(plan, name, chosen[name])
+            more = _disturbed(simulation, found, plan, name, chosen[name])
             took_s, compiled_s = time.perf_counter() - start, _compiled_s() - compiled_s
             row = {"fabric": name, "iteration_s": found.iteration_s, "speedup": None, **more}
             row |= {"overlap": found.overlap, "utilization": found.utilization}
@@ -167,7 +163,8 @@ def _rows(
                 baseline_s = row["iteration_s"]
         if baseline_s is None and with_baseline:
             with contextlib.suppress(TooLargeError):
-                found, more = run(BASELINE, baseline, plain)
+                found = simulation.run(plain, BASELINE, baseline)
+                more = _disturbed(simulation, found, plain, BASELINE, baseline)
                 baseline_s = more.get("iteration_s", found.iteration_s)
     if (compiled_s := _compiled_s() - began_s) > 0:
         note(f"the simulator was compiled in {format_seconds(compiled_s)}, once")
@@ -186,80 +183,22 @@ def _compiled_s() -> float:
     return 0.0 if loop is None else loop.compiled_s()
 
 
-def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> tuple[Check, Run]:
-    from legato.simulator.flow import simulate_flow
-    from legato.simulator.flow.iterations.run import check_flow
-
-    job = jobs[0] if len(jobs) == 1 else jobs
-    if network.disturbances:  # a factor of 1 among them, so that both times are of the same iterations
-        iterations = iterations or 1
-
-    def check(name: str, fabric: Fabric, plan: Plan) -> None:
-        try:
-            check_flow(job, plan, fabric, network, iterations=iterations)
-        except TooLargeError as error:
-            raise TooLargeError(f"{name}: {error}") from None
-
-    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[FlowResult, dict[str, Any]]:
-        result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
-        if not network.disturbances:
-            return result, {}
-        quiet = replace(network, disturbances=())
-        ends_s = result.end_s.tolist()
-        quiet_s = float(simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).end_s[-1])
-        lost_s = network.lost_s(ends_s[-1], fabric.host_shape(network))
-        propagated = (ends_s[-1] - quiet_s) / lost_s if lost_s > 0 else None
-        each_s = [end - before for before, end in itertools.pairwise([0.0, *ends_s])]
-        more = {"longest_s": max(each_s)} if len(each_s) > 1 else {}
-        means_s = {"iteration_s": ends_s[-1] / len(each_s), "undisturbed_s": quiet_s / len(each_s)}
-        return result, {**means_s, **more, "lost_s": lost_s, "propagated": propagated}
-
-    return check, run
-
-
-def _collective(jobs: Sequence[Workload], network: Network) -> Run:
-    """Simulate one shared resource and identical workers, as planners do."""
-    from legato.simulator import collective
-
-    if len(jobs) > 1 or not network.plain:
-        raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
-
-    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[Timeline, dict[str, Any]]:
-        cluster = _cluster(name, fabric, network)
-        if cluster is None:
-            raise InputError(f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)")
-        if fabric.servers and (what := _beyond_servers(plan)):
-            raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
-        # At this fidelity a message names its collective, and the cluster has only one.
-        messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
-        plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
-        return collective.simulate(jobs[0], plan, cluster), {}
-
-    return run
-
-
-def _is_priced(name: str, fabric: Fabric, network: Network, plan: Plan | None) -> bool:
-    """Whether there is a formula for the fabric, and for the messages of a plan if it is given."""
-    if _cluster(name, fabric, network) is None:
-        return False
-    if plan is not None and fabric.servers:
-        return not _beyond_servers(plan)
-    return plan is None or name not in UNDIVIDED or all(one.kind == "all_reduce" for one in plan.messages)
-
-
-def _beyond_servers(plan: Plan) -> str:
-    """What of a plan parameter servers cannot do; "" if they can do everything."""
-    if plan.shard != "none":
-        return f"shard {plan.shard!r}"
-    return "wire formats" if any(message.wire is not None for message in plan.messages) else ""
-
-
-def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
-    """The machines with the cost of an all-reduce, or of a push and a pull; None for a fabric that has no formula."""
-    from legato.simulator.flow.network.network import PRICED_AS
-    from legato.sweep.grid import fabric_names
-
-    return network.cluster(name, fabric.servers) if PRICED_AS.get(name, name) in fabric_names("formulas") else None
+def _disturbed(
+    simulation: Simulation, found: Timeline | FlowResult, plan: Plan, name: str, fabric: Fabric
+) -> dict[str, Any]:
+    """What else is known of a fabric on a network that is disturbed: columns that only some tables have."""
+    network = simulation.network
+    if isinstance(found, Timeline) or not network.disturbances:
+        return {}
+    quiet = replace(simulation, network=replace(network, disturbances=())).run(plan, name, fabric)
+    assert not isinstance(quiet, Timeline)
+    ends_s, quiet_s = found.end_s.tolist(), float(quiet.end_s[-1])
+    lost_s = network.lost_s(ends_s[-1], fabric.host_shape(network))
+    propagated = (ends_s[-1] - quiet_s) / lost_s if lost_s > 0 else None
+    each_s = [end - before for before, end in itertools.pairwise([0.0, *ends_s])]
+    more = {"longest_s": max(each_s)} if len(each_s) > 1 else {}
+    means_s = {"iteration_s": ends_s[-1] / len(each_s), "undisturbed_s": quiet_s / len(each_s)}
+    return {**means_s, **more, "lost_s": lost_s, "propagated": propagated}
 
 
 def sweep(
