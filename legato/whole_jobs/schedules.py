@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 from legato.core.errors import InputError, unknown_name
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "check", "schedule"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "schedule"]
 
 
 class Action(NamedTuple):
@@ -98,33 +98,3 @@ def schedule(name: str, workers: int, microbatches: int, chunks: int = 1) -> Sch
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
     return SCHEDULES[name](workers, microbatches, chunks)
-
-
-def check(plan: Sequence[Sequence[Action]], stages: int, microbatches: int) -> None:
-    """Raise `InputError` unless each stage is on one worker and does each pass of each micro-batch once, in order.
-
-    A stage has an action `weights` of all micro-batches or of none. That workers do not wait for each other in a
-    circle is found when the schedule runs.
-    """
-    seen: dict[Action, int] = {}
-    homes: dict[int, int] = {}
-    for worker, actions in enumerate(plan):
-        for action in actions:
-            where = f"worker {worker}: {action.kind} of micro-batch {action.microbatch} on stage {action.stage}"
-            if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
-                raise InputError(f"{where} (expected {stages} stages and {microbatches} micro-batches)")
-            if homes.setdefault(action.stage, worker) != worker:
-                raise InputError(f"{where} (expected on worker {homes[action.stage]}, as its other actions)")
-            if action in seen:
-                raise InputError(f"{where}: twice")
-            before = {"backward": "forward", "weights": "backward"}.get(action.kind)
-            if before is not None and action._replace(kind=before) not in seen:  # pyrefly: ignore[bad-argument-type]
-                raise InputError(f"{where} (expected behind its {before})")
-            seen[action] = worker
-    for stage in range(stages):
-        counts = [sum(Action(stage, one, kind) in seen for one in range(microbatches)) for kind in _KINDS]
-        if counts[:2] != [microbatches] * 2 or counts[2] not in (0, microbatches):
-            raise InputError(f"stage {stage}: not all passes of {microbatches} micro-batches (expected each once)")
-
-
-_KINDS: tuple[Literal["forward", "backward", "weights"], ...] = ("forward", "backward", "weights")

@@ -7,11 +7,12 @@ from functools import reduce
 from typing import NamedTuple
 
 from legato.core.job import Job
+from legato.core.program import Compute, clock
 from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, cost_of_work, send
 from legato.whole_jobs.memory import Memory, memory
-from legato.whole_jobs.pipeline import run
+from legato.whole_jobs.pipeline import STEPS, coarse
 from legato.whole_jobs.schedules import schedule
-from legato.whole_jobs.stages import Tail, is_away, passes, sent_nbytes, tail
+from legato.whole_jobs.stages import is_away, passes, sent_nbytes, tail
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 
@@ -75,25 +76,26 @@ def predict(job: Job) -> Step:
     """Predict a step. Only workers of different stages differ, so one pipeline stands for all."""
     plan = schedule(job.schedule, job.mesh.pipeline, job.microbatches, job.chunks)
     stages = _stages(job)
-    passes_s = [{kind: getattr(one, kind).total_s for kind in one._fields} for one in stages]
     tails = [_tail(job, worker, stages) for worker in range(job.mesh.pipeline)]
-    sends = _sends(job, len(stages))
-    sends_s = [one.total_s for one in sends]
-    overlapped = "pipeline" in job.framework.hidden
-    ends = [a + b.total_s for a, b in zip(run(plan, passes_s, sends_s, overlapped), tails, strict=True)]
-    free = [a + b.total_s for a, b in zip(run(plan, passes_s, [0.0] * len(sends), True), tails, strict=True)]
+    between = [_send(job, stage, sent_nbytes(job, stage)) for stage in range(len(stages) - 1)]
+    passes_s = [{kind: getattr(one, kind).total_s for kind in one._fields} for one in stages]
+    lanes, sends = coarse(plan, passes_s, overlapped="pipeline" in job.framework.hidden)
+    for lane, behind in zip(lanes, tails, strict=True):
+        lane.append(Compute(behind.total_s))
+    sends_s = [between[min(stage, stage + STEPS[kind])].total_s for stage, kind in sends]
+    seconds, free_s = (max(clock(lanes, sends, own).lanes) for own in (sends_s, [0.0] * len(sends)))
     works = [tail + _work(job, stages[worker :: job.mesh.pipeline]) for worker, tail in enumerate(tails)]
     own = max(works, key=lambda one: one.total_s)
     exposed_s = {kind: own.of(kind) for kind in KINDS}
-    exposed_s["pipeline"] += max(ends) - max(free)
-    bubble_s = beyond_rounding(max(free) - own.total_s, max(ends))
+    exposed_s["pipeline"] += seconds - free_s
+    every = reduce(Cost.__add__, between, Cost()) * (2 * job.microbatches) + reduce(Cost.__add__, works)
     return Step(
         job,
-        max(ends),
+        seconds,
         own.of(COMPUTING),
-        bubble_s,
+        beyond_rounding(free_s - own.total_s, seconds),
         exposed_s,
-        _sent(job, stages, sends, tails),
+        (every * (1 / len(plan))).sent,
         max((memory(job, plan, worker) for worker in range(len(plan))), key=lambda one: one.total),
     )
 
@@ -140,11 +142,11 @@ def _stages(job: Job) -> list[_Costs]:
     return result
 
 
-def _sends(job: Job, stages: int) -> list[Cost]:
-    """A transfer of an activation between each stage and the next one."""
+def _send(job: Job, stage: int, nbytes: float) -> Cost:
+    """A transfer between a stage and the next one, unless both are one worker's."""
     if job.mesh.pipeline == 1:
-        return [Cost()] * (stages - 1)
-    return [send("pipeline", job.machine, sent_nbytes(job, stage), is_away(job, stage)) for stage in range(stages - 1)]
+        return Cost()
+    return send("pipeline", job.machine, nbytes, is_away(job, stage))
 
 
 def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
@@ -159,18 +161,6 @@ def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     forward_s = sum(one.forward.of(COMPUTING) for one in mine)
     gradients = cost_of(job, worker, own.gradients).behind(backward_s, hidden)
     parameters = cost_of(job, worker, own.parameters).behind(forward_s, hidden)
-    return gradients + parameters + _tied(job, own) + Cost({"optimizer": own.optimizer_s})
-
-
-def _tied(job: Job, own: Tail) -> Cost:
-    """Two workers exchange their sums at once, which takes as long as a transfer."""
-    if not own.tied_nbytes:
-        return Cost()
-    return send("pipeline", job.machine, own.tied_nbytes, is_away(job, job.mesh.pipeline - 1))
-
-
-def _sent(job: Job, stages: list[_Costs], sends: list[Cost], tails: list[Cost]) -> dict[tuple[str, str], float]:
-    """Bytes of a step by kind and tier, of one GPU in the mean over the stages; both directions of a pipeline."""
-    work = _work(job, stages) + reduce(Cost.__add__, sends, Cost()) * (2 * job.microbatches)
-    total = work + reduce(Cost.__add__, tails, Cost())
-    return (total * (1 / job.mesh.pipeline)).sent
+    # Two workers exchange the sums of a tied table at once, which takes as long as a transfer.
+    tied = _send(job, job.mesh.pipeline - 1, own.tied_nbytes) if own.tied_nbytes else Cost()
+    return gradients + parameters + tied + Cost({"optimizer": own.optimizer_s})

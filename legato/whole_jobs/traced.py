@@ -7,21 +7,22 @@ and the one before it in its groups has ended, and has the links for itself: it 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
+from typing import TypeAlias
 
 from msgspec.structs import replace as changed
 
 from legato.core.cluster import LinearCost
 from legato.core.errors import InputError
 from legato.core.job import Machine, WorkerGroup
-from legato.core.program import Communication, Compute, Lane, Program, Start
+from legato.core.program import Action, Communication, Compute, Lane, Program, Wait, clock
 from legato.whole_jobs.cost import Cost, all_to_all, collective, send
 
-__all__ = ["ProgramStep", "Traffic", "predict", "repeated", "replay", "run", "traffic"]
+__all__ = ["ProgramStep", "Traffic", "means", "predict", "repeated", "replay", "run", "traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,80 +151,38 @@ def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
     """The step if each communication takes so many seconds."""
-    return _Run(program, seconds).step()
+    found = clock([lane.actions for lane in program.lanes], program.orders(), seconds)
+
+    def walks() -> Iterator[Walk]:
+        for lane, ends in zip(program.lanes, found.actions, strict=True):
+            waits = (found.started[one.communication] if isinstance(one, Wait) else 0.0 for one in lane.actions)
+            yield len(lane.workers), zip(lane.actions, [0.0, *ends], ends, waits, strict=False)
+
+    return means(program, max(found.lanes), walks())
 
 
-class _Run:
-    """The clocks of the lanes. A lane runs until it waits for what others have not started; the last one wakes it."""
+#: Of how many workers, and of each of their actions: when it begins and ends, and if it is a wait, when all that start
+#: the communication had started it.
+Walk: TypeAlias = tuple[int, Iterable[tuple[Action, float, float, float]]]
 
-    def __init__(self, program: Program, seconds: Sequence[float]) -> None:
-        self.program, self.seconds = program, seconds
-        lanes = program.lanes
-        #: How many lanes have not started each communication, when the last one of these did, and when it ends.
-        self.missing = Counter(a.communication for lane in lanes for a in lane.actions if isinstance(a, Start))
-        self.started, self.ends = [0.0] * len(seconds), dict[int, float]()
-        self.free: dict[tuple[object, bool], float] = {}  # when a group can begin its next one
-        self.now, self.position = [0.0] * len(lanes), [0] * len(lanes)
-        self.spent: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in lanes]  # by label and kind
 
-    def step(self) -> ProgramStep:
-        waiting: dict[int, list[int]] = {}
-        awake = list(range(len(self.program.lanes)))
-        while awake:
-            lane = awake.pop()
-            actions = self.program.lanes[lane].actions
-            while self.position[lane] < len(actions):
-                action = actions[self.position[lane]]
-                if isinstance(action, Compute):
-                    self._spend(lane, action.label if action.label in ("idle", "late") else "", action.seconds)
-                elif isinstance(action, Start):
-                    if self._start(lane, action.communication):
-                        awake += waiting.pop(action.communication, [])
-                elif not self._wait(lane, action.communication):
-                    waiting.setdefault(action.communication, []).append(lane)
-                    break
-                self.position[lane] += 1
-        return self._means()
-
-    def _spend(self, lane: int, label: str, seconds: float, kind: str = "") -> None:
-        self.spent[lane][label, kind] += seconds
-        self.now[lane] += seconds
-
-    def _start(self, lane: int, number: int) -> bool:
-        """Start a communication; returns whether this lane is the last one that does."""
-        self.missing[number] -= 1
-        self.started[number] = max(self.started[number], self.now[lane])
-        if self.missing[number]:
-            return False
-        one = self.program.communications[number]
-        groups = (one.groups, one.operation == "send")
-        begins = max(self.started[number], self.free.get(groups, 0.0))
-        self.ends[number] = self.free[groups] = begins + self.seconds[number]
-        return True
-
-    def _wait(self, lane: int, number: int) -> bool:
-        """Wait for a communication; returns whether its end is known."""
-        if number not in self.ends:
-            return False
-        if self.ends[number] > self.now[lane]:
-            self._spend(lane, "late", max(self.started[number] - self.now[lane], 0.0))
-            self._spend(lane, "wait", self.ends[number] - self.now[lane], self.program.communications[number].kind)
-            self.now[lane] = self.ends[number]
-        return True
-
-    def _means(self) -> ProgramStep:
-        seconds = max(self.now)
-        weights = [len(lane.workers) for lane in self.program.lanes]
-
-        def mean(label: str, kind: str = "") -> float:
-            return sum(w * spent[label, kind] for w, spent in zip(weights, self.spent, strict=True)) / sum(weights)
-
-        for lane, now in enumerate(self.now):
-            self._spend(lane, "late", seconds - now)
-        kinds = dict.fromkeys(one.kind for one in self.program.communications)
-        return ProgramStep(
-            seconds, mean(""), mean("idle"), mean("late"), {kind: mean("wait", kind) for kind in kinds}, {}
-        )
+def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramStep:
+    """A step of `seconds` in means over the workers, whatever ran it."""
+    kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
+    rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
+    workers = sum(len(lane.workers) for lane in program.lanes)
+    for number, actions in walks:
+        weight, last_s = number / workers, 0.0
+        for action, begin_s, end_s, started_s in actions:
+            last_s = end_s
+            if isinstance(action, Compute):
+                rest[action.label if action.label in rest else "computing"] += weight * (end_s - begin_s)
+            elif isinstance(action, Wait) and end_s > begin_s:
+                begun_s = min(end_s, max(begin_s, started_s))
+                rest["late"] += weight * (begun_s - begin_s)
+                kinds[program.communications[action.communication].kind] += weight * (end_s - begun_s)
+        rest["late"] += weight * (seconds - last_s)
+    return ProgramStep(seconds, rest["computing"], rest["idle"], rest["late"], kinds, {})
 
 
 def repeated(program: Program, workers: int) -> Program:

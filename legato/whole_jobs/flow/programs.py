@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from legato.core.job import Job
 from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
 from legato.whole_jobs import schedules, stages
+from legato.whole_jobs.pipeline import around
 from legato.zoo.language.layer import Passes
 from legato.zoo.language.work import Beside, Exchange, Work
 
@@ -36,10 +37,10 @@ class _Program:
     def __init__(self, job: Job) -> None:
         self.job, self.workers = job, job.mesh.pipeline
         self.overlapped, self.hidden = ("pipeline" in job.framework.hidden), ("data" in job.framework.hidden)
-        self.lanes: list[list[Action]] = [[] for _ in range(self.workers)]
         self.communications: list[Communication] = []
         self.like: dict[tuple[object, ...], Communication] = {}
         self.parts = stages.passes(job)
+        self.last = len(self.parts) - 1 if self.workers > 1 else -1
         self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
         self.known: dict[tuple[object, ...], Groups] = {}
         names = [part for name in job.mesh.order for part in (("replica", "expert") if name == "data" else (name,))]
@@ -53,53 +54,42 @@ class _Program:
     def written(self) -> Program:
         job = self.job
         plan = schedules.schedule(job.schedule, self.workers, job.microbatches, job.chunks)
-        for worker, actions in enumerate(plan):
-            self._lane(worker, actions)
-        lanes = [
-            Lane(tuple(self.ranks[worker].ravel().tolist()), tuple(actions))
-            for worker, actions in enumerate(self.lanes)
-        ]
-        return Program(job.name, tuple(lanes), tuple(self.communications))
+        lanes = tuple(
+            Lane(tuple(self.ranks[worker].ravel().tolist()), tuple(self._lane(worker, actions)))
+            for worker, actions in enumerate(plan)
+        )
+        return Program(job.name, lanes, tuple(self.communications))
 
-    def _lane(self, worker: int, actions: list[schedules.Action]) -> None:
+    def _lane(self, worker: int, actions: list[schedules.Action]) -> Iterator[Action]:
         tail, last = stages.tail(self.job, worker), self.job.microbatches - 1
-        gathers = [*self._start(worker, tail.parameters)] if self.hidden else []
+        gathers = self._numbers(worker, tail.parameters if self.hidden else ())
+        yield from map(Start, gathers)
         reduces: list[int] | None = None
         first = max(at for at, one in enumerate(actions) if one.kind == "forward" and one.microbatch == 0)
         for at, action in enumerate(actions):
             if self.hidden and reduces is None and action.kind == "backward" and action.microbatch == last:
-                reduces = [*self._start(worker, tail.gradients)]
-            self._pass(worker, action)
+                reduces = self._numbers(worker, tail.gradients)
+                yield from map(Start, reduces)
+            yield from around(action, self._pass(worker, action), self.last, self._send, overlapped=self.overlapped)
             if at == first:
-                self._wait(worker, gathers)
-        self._wait(worker, reduces or [])
+                yield from map(Wait, gathers)
+        yield from map(Wait, reduces or [])
         if not self.hidden:
-            self._blocking(worker, tail.gradients)
+            yield from self._blocking(worker, tail.gradients)
         if tail.tied_nbytes:
-            self._tied(worker, tail.tied_nbytes)
-        self._compute(worker, tail.optimizer_s, OPTIMIZER)
+            yield from self._tied(tail.tied_nbytes)
+        yield from _computing(tail.optimizer_s, OPTIMIZER)
         if not self.hidden:
-            self._blocking(worker, tail.parameters)
+            yield from self._blocking(worker, tail.parameters)
 
-    def _pass(self, worker: int, action: schedules.Action) -> None:
+    def _pass(self, worker: int, action: schedules.Action) -> Iterator[Action]:
         stage, microbatch, kind = action
-        last = len(self.parts) - 1
-        from_stage = stage - 1 if kind == "forward" else stage + 1
-        to_stage = 2 * stage - from_stage
-        sends = self.workers > 1 and kind != "weights"
-        if sends and 0 <= from_stage <= last:
-            self._wait(worker, [self._send(from_stage, action)])
         label = f"{kind} {microbatch}" + (f" of stage {stage}" if self.job.chunks > 1 else "")
         for part, times in self.parts[stage] if kind == "forward" else reversed(self.parts[stage]):
             for _ in range(times):
-                self._work(worker, _of(part, kind), label)
-        if sends and 0 <= to_stage <= last:
-            number = self._send(stage, action._replace(stage=to_stage))
-            self.lanes[worker].append(Start(number))
-            if not self.overlapped:
-                self._wait(worker, [number])
+                yield from self._work(worker, _of(part, kind), label)
 
-    def _work(self, worker: int, work: Work, label: str) -> None:
+    def _work(self, worker: int, work: Work, label: str) -> Iterator[Action]:
         """Computing, with what starts and what is waited for in between; at one moment, starts come last."""
         moments: list[tuple[float, int, Beside]] = []
         for one in work.beside:
@@ -108,42 +98,34 @@ class _Program:
                 moments += [(one.after_s, 1, one), (one.after_s + window_s, 0 if window_s else 2, one)]
         done, started = 0.0, {}
         for moment, order, one in sorted(moments, key=lambda entry: entry[:2]):
-            self._compute(worker, moment - done, label)
+            yield from _computing(moment - done, label)
             done = max(done, moment)
             if order == 1:
-                started[id(one)] = self._start(worker, one.exchanges)
-            else:
-                self._wait(worker, started[id(one)])
-        self._compute(worker, work.computing_s - done, label)
-        self._blocking(worker, work.behind)
+                started[id(one)] = self._numbers(worker, one.exchanges)
+            yield from map(Start if order == 1 else Wait, started[id(one)])
+        yield from _computing(work.computing_s - done, label)
+        yield from self._blocking(worker, work.behind)
 
-    def _compute(self, worker: int, seconds: float, label: str) -> None:
-        if seconds > 0:
-            self.lanes[worker].append(Compute(seconds, label))
-
-    def _wait(self, worker: int, numbers: Iterable[int]) -> None:
-        self.lanes[worker] += map(Wait, numbers)
-
-    def _blocking(self, worker: int, exchanges: Iterable[Exchange]) -> None:
+    def _blocking(self, worker: int, exchanges: Iterable[Exchange]) -> Iterator[Action]:
         for one in exchanges:
-            self._wait(worker, self._start(worker, [one]))
+            for number in self._numbers(worker, [one]):
+                yield from (Start(number), Wait(number))
 
-    def _start(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
-        numbers = []
-        for one in exchanges:
-            groups = self._groups(worker, one.dimensions)
-            if len(groups[0]) > 1:
-                numbers.append(self._add(one.kind, one.operation, groups, one.nbytes, one.times))
-                self.lanes[worker].append(Start(numbers[-1]))
-        return numbers
+    def _numbers(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
+        """The numbers of exchanges that a lane now starts."""
+        every = ((one, self._groups(worker, one.dimensions)) for one in exchanges)
+        return [
+            self._add(one.kind, one.operation, groups, one.nbytes, one.times)
+            for one, groups in every
+            if len(groups[0]) > 1
+        ]
 
-    def _tied(self, worker: int, nbytes: float) -> None:
+    def _tied(self, nbytes: float) -> Iterator[Action]:
         """The first and the last lane sum the gradients of a tied table."""
         key = (-1, -1, "tied")
         if key not in self.sent:
             self.sent[key] = self._add("pipeline", "all_reduce", self._pairs(0, self.workers - 1), nbytes)
-        self.lanes[worker].append(Start(self.sent[key]))
-        self._wait(worker, [self.sent[key]])
+        yield from (Start(self.sent[key]), Wait(self.sent[key]))
 
     def _send(self, stage: int, target: schedules.Action) -> int:
         """The number of the transfer from a stage to the pass that needs it."""
@@ -181,6 +163,11 @@ class _Program:
                 zip(self.ranks[worker].ravel().tolist(), self.ranks[other].ravel().tolist(), strict=True)
             )
         return self.known[key]
+
+
+def _computing(seconds: float, label: str) -> Iterator[Action]:
+    if seconds > 0:
+        yield Compute(seconds, label)
 
 
 def _of(passes: Passes, kind: str) -> Work:

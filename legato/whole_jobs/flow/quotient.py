@@ -54,20 +54,16 @@ class Quotient:
         self._group_of = self._groups_of_workers()
 
     def _numbered_groups(self) -> list[tuple[Any, str]]:
-        """All tuples of groups with a shape; those with equal groups, other than sends, run in one order."""
-        known: dict[tuple[int, str], tuple[int, int]] = {}  # many communications have the same groups
+        """All tuples of groups with a shape."""
+        known: dict[tuple[int, str], int] = {}  # many communications have the same groups
         numbers: dict[tuple[Any, str], int] = {}
-        orders: dict[tuple[Any, bool], int] = {}
         self.number_of: list[int] = []
-        self.order_of: list[int] = []
+        self.order_of = self.program.orders()
         for one in self.program.communications:
             key = (id(one.groups), shape_of(one.operation))
             if key not in known:
-                order = orders.setdefault((one.groups, key[1] == "send"), len(orders))
-                known[key] = numbers.setdefault((one.groups, key[1]), len(numbers)), order
-            number, order = known[key]
-            self.number_of.append(number)
-            self.order_of.append(order)
+                known[key] = numbers.setdefault((one.groups, key[1]), len(numbers))
+            self.number_of.append(known[key])
         return list(numbers)
 
     def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,7 @@ from legato.whole_jobs.flow.programs import OPTIMIZER, program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import LaneTimes, run
 from legato.whole_jobs.step import Step, beyond_rounding, predict
-from legato.whole_jobs.traced import ProgramStep
+from legato.whole_jobs.traced import ProgramStep, Walk
 
 __all__ = ["FlowStep", "busiest", "mean_step", "network_of", "seconds_of", "sends_of", "simulate", "simulate_program"]
 
@@ -168,22 +168,15 @@ def simulate_program(made: Program, machine: Machine, network: Network) -> Progr
     workers = sum(len(lane.workers) for lane in made.lanes)
     _check_room(network, workers)
     lanes = run(Quotient(made, machine, network))
-    seconds = seconds_of(lanes)
-    totals = dict.fromkeys(("computing", "idle", "late"), 0.0)
-    exposed_s = dict.fromkeys((one.kind for one in made.communications), 0.0)
-    for lane in lanes:
-        weight = len(lane.workers) / workers
-        totals["late"] += weight * (seconds - lane.end_s)
-        for at, (begin_s, end_s) in lane.times.items():
-            action = made.lanes[lane.lane].actions[at]
-            if isinstance(action, Compute):
-                totals[action.label if action.label in ("idle", "late") else "computing"] += weight * (end_s - begin_s)
-            elif end_s > begin_s:
-                started_s = min(end_s, max(begin_s, lane.flows[at].started_s))
-                totals["late"] += weight * (started_s - begin_s)
-                exposed_s[made.communications[action.communication].kind] += weight * (end_s - started_s)
-    sent = traced.predict(made, machine).sent
-    return ProgramStep(seconds, totals["computing"], totals["idle"], totals["late"], exposed_s, sent)
+
+    def walks() -> Iterator[Walk]:
+        for lane in lanes:
+            actions = made.lanes[lane.lane].actions
+            started = (lane.flows[at].started_s if at in lane.flows else 0.0 for at in lane.times)
+            spans = zip(lane.times.items(), started, strict=True)
+            yield len(lane.workers), ((actions[at], *times, started_s) for (at, times), started_s in spans)
+
+    return replace(traced.means(made, seconds_of(lanes), walks()), sent=traced.predict(made, machine).sent)
 
 
 def _check_room(network: Network, workers: int) -> None:
