@@ -440,7 +440,7 @@ def test_a_closed_pipe_ends_a_command_silently(workload):
     command = [sys.executable, "-m", "legato", "plan", workload, "--scheduler", "fifo", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
-        assert process.stderr.read() == ""
+        assert [line for line in process.stderr if not line.startswith("planning (")] == []  # on a busy machine
 
 
 def test_two_quick_ctrl_c_are_one_line(tmp_path):
