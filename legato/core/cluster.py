@@ -6,11 +6,12 @@ import bisect
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from legato.collectives import COLLECTIVES, DIVIDED
 from legato.core.errors import InputError, unknown_name
 from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bandwidth, format_bytes, format_seconds
@@ -18,7 +19,6 @@ from legato.core.units import Int64, format_bandwidth, format_bytes, format_seco
 __all__ = [
     "COLLECTIVES",
     "PARAMETER_SERVER",
-    "PIPELINED",
     "SEND_S",
     "UNDIVIDED",
     "Cluster",
@@ -228,59 +228,9 @@ def _flat(cost: LinearCost) -> LinearCost:
     return LinearCost(cost.startup_s, 0.0)
 
 
-def _power_of_two(n: int) -> tuple[int, bool]:
-    """The rounds among the largest power of two of n workers, and whether there are other workers.
-
-    These send everything to one of the former first, and receive the result at the end.
-    """
-    rounds = n.bit_length() - 1
-    return rounds, n > 1 << rounds
-
-
-def _tree(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-    height = (n - 1).bit_length()
-    hops = height - (1 < n < 1 << height)  # with a worker missing, none is as many hops away as the tree is high
-    return 2 * latency * hops, (2 * byte + reduce) * height
-
-
-def _recursive_doubling(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-    rounds, folds = _power_of_two(n)
-    # Where at most half of the workers have others behind them, the exchanges hide one of the two latencies.
-    hops = rounds + folds + (2 * n > 3 << rounds)
-    return latency * hops, byte * (rounds + 2 * folds) + reduce * (rounds + folds)
-
-
-def _halving_doubling(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-    rounds, folds = _power_of_two(n)
-    return 2 * latency * (rounds + folds), (2 * byte + reduce) * (1 - 0.5**rounds + folds)
-
-
-def _ring(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-    return 2 * (n - 1) * latency, (2 * byte + reduce) * (n - 1) / n
-
-
-def _shuffle(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-    # All-to-all, local sum, all-gather: in each of the two rounds a worker sends n - 1 messages, with (n - 1) / n of
-    # the bytes. The latency covers the first of them.
-    return 2 * (latency * (n > 1) + send * max(0, n - 2)), (2 * byte + reduce) * (n - 1) / n
-
-
-#: MG-WFBP, Table II, and the shuffle of Caramel (section 2): (workers, latency_s, s per byte, reduction s per byte,
-#: s per send) -> (alpha, beta). For numbers of workers that are not powers of two, what the runtime does.
-COLLECTIVES: dict[str, Callable[[int, float, float, float, float], tuple[float, float]]] = {
-    "ring": _ring,
-    "halving-doubling": _halving_doubling,
-    "recursive-doubling": _recursive_doubling,
-    "tree": _tree,
-    "shuffle": _shuffle,
-}
-
-
-#: The collectives whose cost depends on the depth (`legato.simulator.pipelining`).
-PIPELINED = ("shuffle", "ring", "halving-doubling")
-
-#: Ways to all-reduce that cannot be sent in halves: in between, no worker has the sum of a part of its own.
-UNDIVIDED = ("recursive-doubling", "tree", "butterfly", "ring-whole", "ring+multicast")
+#: Ways to all-reduce that cannot be sent in halves: in between, no worker has the sum of a part of its own. The last
+#: three are fabrics of the flow simulator.
+UNDIVIDED = (*(name for name in COLLECTIVES if name not in DIVIDED), "butterfly", "ring-whole", "ring+multicast")
 
 #: torch's backends that a plan can be made for; a plan for `any` runs on all of them.
 BACKENDS = ("any", "gloo", "nccl")
@@ -412,7 +362,7 @@ class Cluster(
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
-        """Derive the costs from a bandwidth and a latency, by the formulas in `COLLECTIVES`.
+        """Derive the costs from a bandwidth and a latency, by the rounds of each collective (`legato.collectives`).
 
         `send_s` is the part of the latency for which a send keeps its sender busy; None
         assumes `SEND_S`, or the latency if that is less.
@@ -434,7 +384,7 @@ class Cluster(
                 continue
             if name not in COLLECTIVES:
                 raise unknown_name("collective", name, [*COLLECTIVES, *[PARAMETER_SERVER] * (servers > 0)])
-            costs[name] = LinearCost(*COLLECTIVES[name](workers, *terms))
+            costs[name] = LinearCost(*COLLECTIVES[name].cost(workers, *terms))
         return cls(
             workers=workers,
             collectives=costs,
@@ -497,7 +447,7 @@ class Cluster(
         """The part of a derived cost per byte that is for adding up gradients, all of it in the first half."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
-        return COLLECTIVES[collective](self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
+        return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
 
     def while_computing(self) -> Cluster:
         """Return the cluster on which every message costs what it does while workers compute, without contention."""
@@ -578,6 +528,6 @@ class Cluster(
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:
             terms = self.latency_s, 8 / self.bandwidth_bps, 0.0, self.sending_s
-            hidden = (name for name in PIPELINED if name in self.collectives and name not in self.depths)
-            costs += [LinearCost(*COLLECTIVES[name](self.workers, *terms)) for name in hidden]
+            hidden = (name for name in DIVIDED if name in self.collectives and name not in self.depths)
+            costs += [LinearCost(*COLLECTIVES[name].cost(self.workers, *terms)) for name in hidden]
         return [LinearCost(cost.alpha_s, cost.beta_s_per_byte, points=cost.points) for cost in costs]

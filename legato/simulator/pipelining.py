@@ -19,13 +19,9 @@ of their bottleneck (the link, the addition, or both in turn: with d = 1 they
 cannot overlap), and after the last reducing round, distribution waits for the
 sum of the first chunk or for the sum of the last one.
 
-    collective          R           bytes sent per round, of a chunk of c bytes on n workers
-    shuffle             1           c (n-1)/n: all-to-all, local sum, all-gather; n-1 sends
-    ring                n-1         c / n
-    halving-doubling    log2(n)     c/2, c/4, ... c/n, and back; first c where n is not a power of two
-
-The rounds of halving-doubling differ, so `_rounds` simulates them one by one. With
-depth 1, all three times are the linear costs of `legato.core.cluster.COLLECTIVES`.
+Rounds and bytes are those of the collective (`legato.collectives`). Where rounds differ,
+as those of halving-doubling do, `_rounds` simulates them one by one. With depth 1, all
+times are the linear costs of `Cluster.derive`.
 
 A second half adds nothing up, and takes half of what the whole would take if
 additions took no time; the first half takes the rest.
@@ -37,11 +33,12 @@ import math
 
 import msgspec
 
-from legato.core.cluster import PIPELINED, Cluster
+from legato.collectives import COLLECTIVES, DIVIDED
+from legato.core.cluster import Cluster
 from legato.core.errors import InputError, unknown_name
 from legato.core.plan import MOST_CHUNKS
 
-__all__ = ["PIPELINED", "message_s", "pipelined_s", "second_half_s"]
+__all__ = ["message_s", "pipelined_s", "second_half_s"]
 
 
 def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
@@ -54,7 +51,7 @@ def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: floa
     name = cluster.default_collective if collective is None else collective
     cost = cluster.cost(name, depth)
     bandwidth, latency = cluster.bandwidth_bps, cluster.latency_s
-    if depth == 1 or name in cluster.depths or name not in PIPELINED or bandwidth is None or latency is None:
+    if depth == 1 or name in cluster.depths or name not in DIVIDED or bandwidth is None or latency is None:
         return cost.cost(nbytes)
     return pipelined_s(
         name,
@@ -76,7 +73,7 @@ def second_half_s(cluster: Cluster, collective: str | None, depth: int, nbytes: 
     name = cluster.default_collective if collective is None else collective
     whole_s = message_s(cluster, name, depth, nbytes)
     reduction_s = cluster.reduction_s_per_byte(name) * nbytes
-    if depth > 1 and reduction_s and name in PIPELINED:
+    if depth > 1 and reduction_s and name in DIVIDED:
         free = msgspec.structs.replace(cluster, reduce_s_per_byte=0.0)
         return message_s(free, name, depth, nbytes) / 2
     return (whole_s - reduction_s) / 2
@@ -96,28 +93,22 @@ def pipelined_s(
     """Return the seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
 
     The other arguments are those of `Cluster`. Raises `InputError` on a
-    collective that is not in `PIPELINED`, on fewer than one worker or chunk, or on more
+    collective that is not in `DIVIDED`, on fewer than one worker or chunk, or on more
     chunks than a plan can have.
     """
-    if collective not in PIPELINED:
-        raise unknown_name("pipelined collective", collective, PIPELINED)
+    if collective not in DIVIDED:
+        raise unknown_name("pipelined collective", collective, DIVIDED)
     if workers < 1 or not 1 <= depth <= MOST_CHUNKS:
         raise InputError(f"{workers} workers, depth {depth} (expected at least 1 of each, and {MOST_CHUNKS:,} chunks)")
-    if workers == 1:
-        return 0.0
-    chunk, s_per_byte = nbytes / depth, 8 / bandwidth_bps
-    if collective == "halving-doubling":
-        return _rounds(
-            [
-                (latency_s + s_per_byte * chunk * share, reduce_s_per_byte * chunk * share)
-                for share in _halvings(workers)
-            ],
-            depth,
-        )
-    rounds = workers - 1 if collective == "ring" else 1
-    moved = chunk * (workers - 1) / workers / rounds
-    begins_s = latency_s + (send_s * (workers - 2) if collective == "shuffle" else 0.0)
-    return _equal_rounds(rounds, begins_s + s_per_byte * moved, reduce_s_per_byte * moved, depth)
+    parts, rounds, _ = COLLECTIVES[collective].rounds(workers)
+    chunk, s_per_byte, times = nbytes / depth, 8 / bandwidth_bps, []
+    for one in rounds:
+        moved = chunk * (one.laps * len(one.shifts) * one.block) / parts / one.laps
+        begins_s = latency_s + send_s * (len(one.shifts) - 1)
+        times.append((begins_s + s_per_byte * moved, reduce_s_per_byte * moved))
+    if len(rounds) == 1:
+        return _equal_rounds(rounds[0].laps, *times[0], depth=depth)
+    return _rounds(times, depth)
 
 
 def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
@@ -141,10 +132,3 @@ def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
     for done in summed:
         link = max(link, done) + distribute
     return link
-
-
-def _halvings(workers: int) -> list[float]:
-    """The share of the bytes that each round of a half sends."""
-    rounds = workers.bit_length() - 1
-    folds = [1.0] if workers > 1 << rounds else []
-    return [*folds, *(0.5 ** (k + 1) for k in range(rounds))]

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.collectives import COLLECTIVES, DIVIDED
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.simulator.pipelining import PIPELINED, message_s, pipelined_s, second_half_s
+from legato.simulator.pipelining import message_s, pipelined_s, second_half_s
 
 
 def test_more_chunks_than_a_plan_can_have_are_refused():
@@ -57,7 +58,7 @@ def played(collective, n, nbytes, depth, latency_s, byte, reduce):
     return max(done.values(), default=0.0)
 
 
-@pytest.mark.parametrize("collective", PIPELINED)
+@pytest.mark.parametrize("collective", DIVIDED)
 @given(n=workers, nbytes=sizes, latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates)
 def test_one_chunk_is_the_linear_cost(collective, n, nbytes, latency_s, byte, reduce):
     cluster = Cluster.derive(n, 8 / byte, latency_s, send_s=0.0, reduce_s_per_byte=reduce)
@@ -66,7 +67,7 @@ def test_one_chunk_is_the_linear_cost(collective, n, nbytes, latency_s, byte, re
     )
 
 
-@pytest.mark.parametrize("collective", PIPELINED)
+@pytest.mark.parametrize("collective", DIVIDED)
 @given(n=powers, nbytes=sizes, depth=st.integers(1, 9), latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates)
 def test_many_chunks_are_a_pipeline(collective, n, nbytes, depth, latency_s, byte, reduce):
     args = (collective, n, nbytes, depth, latency_s, byte, reduce)
@@ -79,7 +80,7 @@ def test_a_ring_of_any_size_is_a_pipeline(n, nbytes, depth, latency_s, byte, red
     assert seconds(*args) == pytest.approx(played(*args), rel=1e-9)
 
 
-@pytest.mark.parametrize("collective", PIPELINED)
+@pytest.mark.parametrize("collective", DIVIDED)
 @given(n=st.integers(2, 40), nbytes=sizes, depth=st.integers(2, 9), latency_s=latencies, byte=rates, reduce=rates)
 def test_no_depth_beats_the_link_or_the_adder(collective, n, nbytes, depth, latency_s, byte, reduce):
     cost = Cluster.derive(n, 8 / byte, latency_s, send_s=0.0).cost(collective)

@@ -110,10 +110,10 @@ def calibrate(
 
     The backend's own all-reduce is measured first, under the backend's name
     (`gloo`, `nccl`), which makes it the cluster's default; then `collectives`,
-    which are made of sends and receives over gloo
-    (`legato.pytorch.network.rounds`), each in `depths` chunks. They take turns,
-    so that a disturbance affects all of them. Over gloo, it also measures how long a send
-    keeps its sender busy (`Cluster.send_s`). The time of a repetition is that
+    which are made of sends and receives over gloo (`legato.collectives`),
+    each in `depths` chunks. They take turns, so that a disturbance affects all of
+    them. Over gloo, it also measures how long a send keeps its sender busy
+    (`Cluster.send_s`). The time of a repetition is that
     of its slowest rank; the time of a size is the median of its repetitions. On
     a slow network the largest sizes are skipped.
 

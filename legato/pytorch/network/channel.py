@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from legato.collectives import COLLECTIVES
 from legato.core.cluster import BACKENDS, carries_out
 from legato.core.errors import PlanError
 from legato.core.plan import Message
 from legato.pytorch._private import PrefixStore, default_store, group_timeout, new_gloo
 from legato.pytorch.device import current_stream
 from legato.pytorch.network.collectives import Collectives
-from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
 
 __all__ = ["Channel", "channel_for", "check_message"]
@@ -78,8 +78,8 @@ def check_message(message: Message, name: str, backend: str) -> None:
         return
     if _steps_of(message) is None and message.depth > 1:
         raise PlanError(f"{name}.depth: {message.depth} (expected 1 with gloo's own all-reduce)")
-    if message.collective not in (None, *ROUNDS) and message.collective not in dist.Backend.backend_list:
-        known = ", ".join(["gloo", *ROUNDS])
+    if message.collective not in (None, *COLLECTIVES) and message.collective not in dist.Backend.backend_list:
+        known = ", ".join(["gloo", *COLLECTIVES])
         raise PlanError(f"{name}.collective: {message.collective!r} (this runtime carries out {known})")
 
 
@@ -169,7 +169,7 @@ class _GlooChannel:
 
 def _steps_of(message: Message) -> str | None:
     """The name of the collective made of steps that a message needs; None for gloo's own all-reduce."""
-    if message.collective in ROUNDS:
+    if message.collective in COLLECTIVES:
         return message.collective
     return None if message.kind == "all_reduce" else _OWN
 

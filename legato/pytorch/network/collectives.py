@@ -1,17 +1,17 @@
 """Collectives made of sends and receives, in chunks, on one thread.
 
-`legato.pytorch.network.rounds` defines the transfers of each collective. This
-module runs them on one flat tensor, in place, over the point-to-point operations
-of a gloo backend. Split into `depth` chunks, a message keeps the network and the
-processor busy at the same time (Caramel, sections 4.4 and 5;
-`legato.simulator.pipelining` prices it): the parts of a chunk are sent as soon
-as its last sum is complete, while the next chunk is added up.
+`legato.collectives` defines the rounds of each collective. This module runs them
+on one flat tensor, in place, over the point-to-point operations of a gloo backend.
+Split into `depth` chunks, a message keeps the network and the processor busy at
+the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` prices
+it): the parts of a chunk are sent as soon as its last sum is complete, while the
+next chunk is added up.
 
 [Note: receives first] gloo moves bytes when both ends have posted the transfer,
 so all receives of a message are posted before its first send. Summands are
-received into scratch memory. Results are received directly into their place: the
-parts that come back complete are those that this rank has sent away, and they
-cannot come back before they were received by the other end.
+received into scratch memory. Results are received directly into their place: a part
+that comes back complete contains what this rank has sent, so that the other end has
+received that before.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages
 consecutively. All ranks carry out the same messages in the same order, so both
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.collectives import COLLECTIVES
+from legato.collectives.rounds import Step, Transfer, steps
 from legato.core.plan import Kind
-from legato.pytorch.network.rounds import ROUNDS, Round, Transfer
 
 __all__ = ["Collectives"]
 
@@ -58,19 +59,22 @@ class Collectives:
         Returns when this rank is done. Raises `RuntimeError` if a peer is gone,
         or does not respond within the process group's timeout.
         """
-        rounds = ROUNDS[collective](self._gloo.rank(), self._gloo.size())
-        reduce = rounds.reduce if kind != "all_gather" else ()
-        distribute = rounds.distribute if kind != "reduce_scatter" else ()
+        algorithm, ranks = COLLECTIVES[collective], self._gloo.size()
+        parts, (reduce, distribute) = algorithm.rounds(ranks).parts, steps(algorithm, self._gloo.rank(), ranks)
+        if kind == "all_gather":
+            reduce = ()
+        elif kind == "reduce_scatter":
+            distribute = ()
         chunks, residuals = (
             [] if whole is None else [_part(whole, c, c + 1, depth) for c in range(depth)]
             for whole in (tensor, residual)
         )
         deadline = time.monotonic() + self._timeout_s
-        run = _MessageRun(self._gloo, chunks, residuals, rounds.parts, self._next_tag, deadline)
+        run = _MessageRun(self._gloo, chunks, residuals, parts, self._next_tag, deadline)
         self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
-        run.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, rounds.parts))
+        run.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, parts))
 
-    def _scratch_for(self, tensor: Tensor, rounds: Sequence[Round], chunks: list[Tensor], parts: int) -> Tensor:
+    def _scratch_for(self, tensor: Tensor, rounds: Sequence[Step], chunks: list[Tensor], parts: int) -> Tensor:
         needed = sum(
             _part(chunk, taken.start, taken.stop, parts).nbytes
             for step in rounds
@@ -90,11 +94,11 @@ class _MessageRun:
     ) -> None:
         self._gloo, self._chunks, self._residuals, self._parts = gloo, chunks, residuals, parts
         self._first_tag, self._deadline = first_tag, deadline
-        self._rounds: list[Round] = []
+        self._rounds: list[Step] = []
         self._sends: dict[tuple[int, int], list[Any]] = {}  # by round and chunk
         self._receives: dict[tuple[int, int], list[tuple[Any, Transfer, Tensor | None]]] = {}
 
-    def run(self, reduce: Sequence[Round], distribute: Sequence[Round], scratch: Tensor) -> None:
+    def run(self, reduce: Sequence[Step], distribute: Sequence[Step], scratch: Tensor) -> None:
         self._rounds = [*reduce, *distribute]
         turns = [(r, c) for r in range(len(self._rounds)) for c in range(len(self._chunks))]
         for r, c in turns:

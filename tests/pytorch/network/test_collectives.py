@@ -11,8 +11,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from support import PATIENCE_S
 from support.ranks import Ranks, gathered, on_ranks
 from support.rows import row
@@ -21,13 +19,13 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import legato
+from legato.collectives import COLLECTIVES
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import PlanError, RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch import attach, attachment
 from legato.pytorch.network.channel import channel_for, check_message
-from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.parameters import trained_parameters
 from legato.schedule import SCHEDULERS
@@ -60,35 +58,12 @@ def test_other_collectives_are_refused_with_the_command_that_helps(collective):
 # ---- sums --------------------------------------------------------------------------
 
 
-@given(name=st.sampled_from(sorted(ROUNDS)), ranks=st.integers(1, 40), halves=st.booleans())
-def test_rounds_add_everything_once_and_hand_it_to_everybody(name, ranks, halves):
-    courses = [ROUNDS[name](rank, ranks) for rank in range(ranks)]
-    parts = courses[0].parts
-    held = [[{rank} for _ in range(parts)] for rank in range(ranks)]  # whose numbers are in the sum
-    for rounds, adds in (([c.reduce for c in courses], True), ([c.distribute for c in courses], False)):
-        assert len({len(r) for r in rounds}) == 1
-        for step in range(len(rounds[0])):
-            before = [[set(part) for part in mine] for mine in held]
-            sent = {(r, t.peer, t.start, t.stop) for r in range(ranks) for t in rounds[r][step].sends}
-            taken = {(t.peer, r, t.start, t.stop) for r in range(ranks) for t in rounds[r][step].receives}
-            assert sent == taken
-            for giver, taker, start, stop in sent:
-                for part in range(start, stop):
-                    if adds:
-                        assert not held[taker][part] & before[giver][part]
-                        held[taker][part] |= before[giver][part]
-                    else:
-                        assert len(before[giver][part]) == ranks
-                        held[taker][part] = before[giver][part]
-    assert all(len(part) == ranks for mine in held for part in mine)
-
-
 def check_sums(dtype=torch.float32, device="cpu"):
     """Every collective, depth and size, whole and in halves, handed over at once: all sums are exact."""
     rank, ranks, channel = dist.get_rank(), dist.get_world_size(), channel_for(dist.new_group())
     sent = []
-    for name in (None, "gloo", *ROUNDS):
-        for depth in (1, 2, 5) if name in ROUNDS else (1,):
+    for name in (None, "gloo", *COLLECTIVES):
+        for depth in (1, 2, 5) if name in COLLECTIVES else (1,):
             for size in (1, 2, 3, 4, 7, 24, 1000, 4099):
                 for kinds in (("all_reduce",), ("reduce_scatter", "all_gather")):
                     numbers = [
@@ -124,7 +99,7 @@ def test_sums_of_tensors_on_a_gpu():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", sorted(ROUNDS))
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_all_ranks_have_the_same_bits(name):
     """Of numbers whose sum depends on the order of additions."""
     rank, channel = dist.get_rank(), channel_for(dist.new_group())
@@ -253,8 +228,8 @@ def mixed(plan, seed):
     rng = random.Random(seed)
     messages, waiting = [], []
     for message in plan.messages:
-        name = rng.choice([None, "gloo", *ROUNDS])
-        depth = rng.choice([1, 2, 5]) if name in ROUNDS else 1
+        name = rng.choice([None, "gloo", *COLLECTIVES])
+        depth = rng.choice([1, 2, 5]) if name in COLLECTIVES else 1
         whole = rng.random() < 0.5
         sent = msgspec.structs.replace(
             message, collective=name, depth=depth, kind="all_reduce" if whole else "reduce_scatter"
@@ -400,7 +375,7 @@ def test_plans_that_are_refused(messages, line):
 def leave_messages():
     """Rank 1 goes when all collectives have its messages under way; what the others are told, by collective."""
     patience = datetime.timedelta(seconds=60)
-    channels = {name: channel_for(dist.new_group(timeout=patience)) for name in ROUNDS}
+    channels = {name: channel_for(dist.new_group(timeout=patience)) for name in COLLECTIVES}
     for name, channel in channels.items():
         channel(torch.zeros(10), Message(SLICES, "all_reduce", name, 2)).wait()
     dist.barrier()
@@ -419,8 +394,8 @@ def leave_messages():
                 errors.append(str(error))
         return errors[-1]
 
-    with ThreadPoolExecutor(len(ROUNDS)) as waiting:  # all at once, each until patience ends
-        return dict(zip(ROUNDS, waiting.map(told, ROUNDS), strict=True))
+    with ThreadPoolExecutor(len(COLLECTIVES)) as waiting:  # all at once, each until patience ends
+        return dict(zip(COLLECTIVES, waiting.map(told, COLLECTIVES), strict=True))
 
 
 @pytest.mark.slow
@@ -430,7 +405,7 @@ def test_a_peer_that_dies():
         ranks.begin(leave_messages)
         for rank in (0, 2):
             ok, errors = ranks.answer(rank)
-            assert ok and sorted(errors) == sorted(ROUNDS)
+            assert ok and sorted(errors) == sorted(COLLECTIVES)
     finally:
         ranks.close(force=True)
 

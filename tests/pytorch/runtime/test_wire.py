@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import legato
+from legato.collectives import COLLECTIVES
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
-from legato.pytorch.network.rounds import ROUNDS
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ def test_error_feedback_does_not_make_up_for_overflows(wire):
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_with_error_feedback_sums_lack_no_more_than_a_bound(ranks, wire):
     """The bound of `docs/wire.md`, for all-reduces and halves by every collective."""
-    ways = itertools.product(["all_reduce", "halves"], [(None, 1), *zip(ROUNDS, itertools.cycle([1, 3]))])
+    ways = itertools.product(["all_reduce", "halves"], [(None, 1), *zip(COLLECTIVES, itertools.cycle([1, 3]))])
     for seed, (kind, how) in enumerate(ways):
         assert 0 < lacking(wire, kind, *how, seed) <= 1, (kind, how)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import clusters, examples, workloads
 
+from legato.collectives import DIVIDED
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import check_plan
@@ -14,7 +15,7 @@ from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.caramel import MAX_DEPTH, adaptive_depth, threshold_bytes
 from legato.simulator.collective import iteration_time
-from legato.simulator.pipelining import PIPELINED, pipelined_s
+from legato.simulator.pipelining import pipelined_s
 
 PARTS = ("serialization", "batching", "scheduling", "depth")
 OFF = dict.fromkeys(PARTS, False)
@@ -133,7 +134,7 @@ def test_a_threshold_that_makes_no_sense(threshold):
 SLOW_SUMS = Cluster.derive(8, 10e9, 30e-6, reduce_s_per_byte=1.6e-9)
 
 
-@pytest.mark.parametrize("collective", PIPELINED)
+@pytest.mark.parametrize("collective", DIVIDED)
 def test_depth_goes_from_1_to_8_with_the_size(collective):
     limit = threshold_bytes(SLOW_SUMS.cost(collective))
     depths = [adaptive_depth(2**k, SLOW_SUMS, collective, limit) for k in range(4, 31)]
@@ -142,7 +143,7 @@ def test_depth_goes_from_1_to_8_with_the_size(collective):
     assert [adaptive_depth(2**24, SLOW_SUMS, collective, 2**k) for k in (25, 24, 23)] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("collective", PIPELINED)
+@pytest.mark.parametrize("collective", DIVIDED)
 @pytest.mark.parametrize("workers", [2, 8, 64])
 @pytest.mark.parametrize("sums", [0.0, 4e-10, 1.6e-9])
 def test_adaptive_depth_is_the_fastest_at_every_size(collective, workers, sums):

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, SEND_S, Cluster, sending_s
+from legato.collectives import COLLECTIVES, RING
+from legato.core.cluster import PARAMETER_SERVER, SEND_S, Cluster, sending_s
 from legato.core.errors import InputError, unknown_name
 from legato.simulator.flow.network.disturbances import Disturbance, Profile, check_numbers
 from legato.simulator.flow.network.switches import Balance, HostShape, Switches, TopologyName
@@ -148,7 +149,7 @@ class Network:
             cost, name = cluster.cost().line, cluster.default_collective
             if name == PARAMETER_SERVER:
                 raise InputError(f"{name}: measured (expected a cluster with a bandwidth_bps and a latency_s)")
-            formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
+            formula = COLLECTIVES.get(name, RING).cost
             hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0, 0.0)
             _, copies = formula(cluster.workers, 0.0, 1.0, 0.0, 0.0)
             _, reduce_s = formula(cluster.workers, 0.0, 0.0, reduce, 0.0)

@@ -1,0 +1,23 @@
+"""All-reduce algorithms, one file each. `rounds.py` says what such an algorithm is.
+
+Each one that is named here has a cost on a `Cluster`, is carried out over gloo, and is a fabric of the flow simulator.
+"""
+
+from legato.collectives.doubling import HALVING_DOUBLING, RECURSIVE_DOUBLING
+from legato.collectives.ring import RING
+from legato.collectives.rounds import Algorithm
+from legato.collectives.shuffle import SHUFFLE
+from legato.collectives.tree import TREE
+
+__all__ = ["COLLECTIVES", "DIVIDED", "RING", "SHUFFLE"]
+
+COLLECTIVES: dict[str, Algorithm] = {
+    "ring": RING,
+    "halving-doubling": HALVING_DOUBLING,
+    "recursive-doubling": RECURSIVE_DOUBLING,
+    "tree": TREE,
+    "shuffle": SHUFFLE,
+}
+
+#: Those that can be sent in halves, and whose cost depends on the depth.
+DIVIDED = tuple(name for name, algorithm in COLLECTIVES.items() if algorithm.halves)

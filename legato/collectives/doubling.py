@@ -1,0 +1,46 @@
+"""Exchanges with partners at doubling distances: recursive doubling (MG-WFBP, Table II) and halving-doubling.
+
+Of n ranks, the largest power of two take part, p. The others first send everything to a partner among these, and
+receive the result from it at the very end. Recursive doubling, which the Network Operator Edition (3.3.2) calls
+butterfly mixing, exchanges all bytes: log2(p) rounds. Halving-doubling (Rabenseifner) exchanges halves of the parts
+that two partners still add up: 1/2, 1/4, ... 1/p, and back.
+"""
+
+from __future__ import annotations
+
+from legato.collectives.rounds import Algorithm, Round, Rounds, back
+
+__all__ = ["HALVING_DOUBLING", "RECURSIVE_DOUBLING"]
+
+
+def _power(ranks: int) -> int:
+    return 1 << (ranks.bit_length() - 1)
+
+
+def _fold(ranks: int, parts: int) -> tuple[Round, ...]:
+    """The round in which the ranks from the power of two on send everything away, if there are any."""
+    power = _power(ranks)
+    return (Round(range(power, ranks), shifts=(-power,), block=parts),) if power < ranks else ()
+
+
+def _recursive_doubling(ranks: int) -> Rounds:
+    fold, power = _fold(ranks, 1), _power(ranks)
+    exchanges = tuple(Round(range(power), flip=1 << k) for k in range(power.bit_length() - 1))
+    return Rounds(1, fold + exchanges, back(fold))
+
+
+def _latencies(ranks: int) -> int:
+    """Where at most half of the ranks have others behind them, the exchanges hide one of the two latencies."""
+    power = _power(ranks)
+    return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
+
+
+def _halving_doubling(ranks: int) -> Rounds:
+    power = _power(ranks)
+    halvings = [power >> k for k in range(1, power.bit_length())]
+    there = _fold(ranks, power) + tuple(Round(range(power), flip=half, block=half) for half in halvings)
+    return Rounds(power, there, back(there))
+
+
+RECURSIVE_DOUBLING = Algorithm(_recursive_doubling, _latencies)
+HALVING_DOUBLING = Algorithm(_halving_doubling)
