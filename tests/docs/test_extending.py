@@ -1,4 +1,4 @@
-"""docs/extending.md: its scheduler and its fabric, put where it says, in a copy of legato."""
+"""docs/extending.md: its scheduler, its collective and its fabric, put where it says, in a copy of legato."""
 
 import json
 import os
@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "extending.md"
 #: What the page saves its files as, and where it adds their entries: (registry, its dict, import).
 REGISTRIES = (
     ("legato/schedule/published/__init__.py", "PUBLISHED", "from legato.schedule.published import sweep_up"),
+    ("legato/collectives/__init__.py", "COLLECTIVES", "from legato.collectives.chain import CHAIN"),
     ("legato/simulator/flow/fabrics/__init__.py", "FABRICS", "from legato.simulator.flow.fabrics.star import Star"),
 )
 
@@ -40,7 +41,9 @@ def copy(tmp_path_factory):
     for (path, registry, line), entry in zip(REGISTRIES, entries, strict=True):
         assert f"`{path}`" in text and f"`{registry}`" in text
         here = (folder / path).read_text()
-        here, added = re.subn(rf"^({registry}: dict\[.*\] = {{\n)", rf"\1{entry}", here, flags=re.MULTILINE)
+        here, added = re.subn(
+            rf"^({registry}: dict\[.*\] = {{\n(.+\n)+?)}}$", rf"\1{entry}}}", here, flags=re.MULTILINE
+        )
         assert added == 1
         (folder / path).write_text(here.replace("\nfrom legato", f"\n{line}\nfrom legato", 1))
     return folder
@@ -92,13 +95,34 @@ def test_the_fabric_simulates(copy):
     assert star["iteration_s"] == pytest.approx(compute + 2 * 7 * m, rel=1e-9)
 
 
-def test_the_tests_over_all_schedulers_and_fabrics_take_them_in(copy):
+def test_the_collective_has_a_cost_and_sends_what_it_costs(copy):
+    """2 (n-1) times the latency and the whole message, by formulas and transfer by transfer."""
+    legato(copy, "workload", "alexnet-v2", "-o", "two.json")
+    network = ("--workers", "6", "--bandwidth", "10Gbit", "--latency", "20us", "--fabric", "chain", "--json")
+    seconds = [
+        json.loads(legato(copy, "simulate", "two.json", *network, "--fidelity", fidelity))[0]["iteration_s"]
+        for fidelity in ("formulas", "transfers")
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+    job = json.loads((copy / "two.json").read_text())
+    assert seconds[0] > 10 * sum(tensor["nbytes"] for tensor in job["tensors"]) * 8 / 1e10
+
+
+def test_the_tests_over_all_of_them_take_them_in(copy):
     shutil.copytree(ROOT / "tests", copy / "tests", dirs_exist_ok=True)
-    tests = ("tests/schedule/test_plans.py", "tests/simulator/flow/test_fabrics.py")
+    tests = (
+        "tests/schedule/test_plans.py",
+        "tests/simulator/flow/test_fabrics.py",
+        "tests/collectives",
+        "tests/pytorch/network/test_collectives.py",
+    )
+    which = "sweep-up or star or chain or exact"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests, "-k", "sweep-up or star or registry"],
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests, "-k", which],
         cwd=copy, env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}"},
         capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert {"[sweep-up]", "[star]"} <= set(re.findall(r"\[[\w-]+\](?= PASSED)", done.stdout))
+    passed = set(re.findall(r"(\w+)\[([\w-]+)\](?= PASSED)", done.stdout))
+    assert {"sweep-up", "star", "chain", "chain-17"} <= {name for _, name in passed}
+    assert ("test_sums_are_exact", "2") in passed  # over gloo, by all collectives

@@ -1,6 +1,6 @@
 """What planners are told of a fabric on a network: the cost of a message that is alone there.
 
-Behind one switch, with like hosts, formulas have it (`legato.core.cluster.COLLECTIVES`). Anywhere else,
+Behind one switch, with like hosts, formulas have it (`legato.collectives`). Anywhere else,
 one message is simulated in several sizes, and the cost is fitted to these.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.collectives import COLLECTIVES
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.iterations.run import simulate_flow

@@ -228,6 +228,7 @@ def test_store_and_forward_switches_cost_a_transfer_more():
         (lambda: fabric("parameter-server", servers=0), "servers: 0"),
         (lambda: fabric("parameter-server", placement="random"), "placement"),
         (lambda: fabric("ring", in_flight=0), "in_flight"),
+        (lambda: fabric("ring", algorithm="trees"), "algorithm 'trees'; did you mean 'tree'"),
         (lambda: Network(workers=0, bandwidth_bps=1e9), "workers: 0"),
         (lambda: Network(workers=2, bandwidth_bps=math.nan), "bandwidth_bps"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, racks=3), "racks: 3"),

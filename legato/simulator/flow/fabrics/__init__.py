@@ -1,4 +1,7 @@
-"""All fabrics by their names on the command line. One file per fabric; `protocol.py` defines what a fabric is."""
+"""All fabrics by their names on the command line: those of `legato.collectives`, and others, one file each.
+
+`protocol.py` defines what a fabric is.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from legato.collectives import COLLECTIVES
 from legato.core.errors import InputError, unknown_name
-from legato.simulator.flow.fabrics.doubling import Butterfly, HalvingDoubling
+from legato.simulator.flow.fabrics.all_reduce import AllReduce
 from legato.simulator.flow.fabrics.hierarchical import Hierarchical
 from legato.simulator.flow.fabrics.protocol import Fabric
-from legato.simulator.flow.fabrics.ring import Ring
+from legato.simulator.flow.fabrics.ring import MulticastRing, WholeRing
 from legato.simulator.flow.fabrics.servers import Servers
 from legato.simulator.flow.fabrics.sharp import Sharp
-from legato.simulator.flow.fabrics.shuffle import Shuffle
-from legato.simulator.flow.fabrics.tree import Tree
+from legato.simulator.flow.network.network import PRICED_AS
 
 __all__ = ["BASELINE", "FABRICS", "Fabric", "check_options", "fabric", "fitting"]
 
@@ -26,14 +29,11 @@ FABRICS: dict[str, Fabric] = {
     "multicast": Servers(multicast=True),
     "aggregation": Servers(aggregation="store-and-forward"),
     "multicast+aggregation": Servers(multicast=True, aggregation="store-and-forward"),
-    "ring": Ring(),
-    "ring-whole": Ring(messaging=False),
-    "ring+multicast": Ring(multicast=True),
-    "butterfly": Butterfly(),
-    "halving-doubling": HalvingDoubling(),
-    "recursive-doubling": Butterfly(),
-    "tree": Tree(),
-    "shuffle": Shuffle(),
+    "ring": AllReduce(algorithm="ring"),
+    "ring-whole": WholeRing(),
+    "ring+multicast": MulticastRing(),
+    "butterfly": AllReduce(algorithm=PRICED_AS["butterfly"]),
+    **{name: AllReduce(algorithm=name) for name in COLLECTIVES},
     "hierarchical": Hierarchical(),
     "sharp": Sharp(),
 }
@@ -78,5 +78,5 @@ def _options(name: str) -> set[str]:
     if name not in FABRICS:
         raise unknown_name("fabric", name, FABRICS)
     usual: Any = FABRICS[name]
-    known = {field.name for field in dataclasses.fields(usual)} - {"multicast", "messaging"}
+    known = {field.name for field in dataclasses.fields(usual)} - {"multicast", "algorithm"}
     return known if "aggregation" in name else known - {"aggregation"}

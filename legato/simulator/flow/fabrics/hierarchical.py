@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
+from legato.collectives import RING
 from legato.simulator.flow.engine.services import Ids
+from legato.simulator.flow.fabrics.all_reduce import Group, around
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 from legato.simulator.flow.network.topology import Topology
 
-__all__ = ["Hierarchical", "around"]
+__all__ = ["Hierarchical", "ring"]
 
 #: The most workers of a host, behind one network card, where the network says nothing of hosts.
 _WORKERS_PER_HOST = 8
@@ -52,23 +52,19 @@ class Hierarchical(Collective):
         return half, half
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        part = around(topology, fragments, ready, local=True, adds=True)
-        return around(topology, fragments, part, local=False, adds=True)
+        part = ring(topology, fragments, ready, local=True, adds=True)
+        return ring(topology, fragments, part, local=False, adds=True)
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        part = around(topology, fragments, held, local=False, adds=False)
-        return around(topology, fragments, part, local=True, adds=False)
+        part = ring(topology, fragments, held, local=False, adds=False)
+        return ring(topology, fragments, part, local=True, adds=False)
 
 
-def around(topology: Topology, fragments: Fragments, ready: Ids, *, local: bool, adds: bool) -> Ids:
-    """Reduce-scatter or all-gather in rings: inside each host, or between hosts for each part."""
-    ranks, gpus = topology.ranks, topology.shape.gpus
-    first, hosts = ranks // gpus * gpus, topology.workers // gpus
-    left, right = (first + (ranks + step) % gpus if local else topology.worker(ranks + step * gpus) for step in (-1, 1))
-    n, share = (gpus, gpus) if local else (hosts, hosts * gpus)
-    arrived = topology.pass_around(
-        right, left, fragments.nbytes / share, ready, n - 1, key=fragments.order, adds=adds, local=local
-    )
-    # A sum needs the last chunk received and the worker's own; all-gather needs all chunks.
-    needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
-    return topology.graph.join(np.concatenate(needed, axis=1), axis=1)
+def ring(topology: Topology, fragments: Fragments, held: Ids, *, local: bool, adds: bool) -> Ids:
+    """Half of a ring inside each host, or between hosts for each part."""
+    gpus = topology.shape.gpus
+    group = Group(gpus, 1, local) if local else Group(topology.workers // gpus, gpus, local)
+    parts, *halves = RING.rounds(group.members)
+    for one in halves[0 if adds else 1]:
+        held = around(topology, fragments, held, one, parts * group.stride, adds=adds, group=group)
+    return held

@@ -23,7 +23,7 @@ from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 from legato.simulator.flow.network.topology import Topology
 
-__all__ = ["Collective", "Fabric", "is_power_of_two"]
+__all__ = ["Collective", "Fabric"]
 
 
 class Fabric(Protocol):
@@ -111,7 +111,3 @@ class Collective:
 
     def placed(self, workload: Workload) -> None:
         return None
-
-
-def is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0

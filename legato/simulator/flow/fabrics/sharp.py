@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from legato.simulator.flow.engine.services import Ids
-from legato.simulator.flow.fabrics.hierarchical import around
+from legato.simulator.flow.fabrics.hierarchical import ring
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.network.network import Network
@@ -40,7 +40,7 @@ class Sharp(Collective):
         return inside + 2 * network.workers, inside
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        part, gpus = around(topology, fragments, ready, local=True, adds=True), topology.shape.gpus
+        part, gpus = ring(topology, fragments, ready, local=True, adds=True), topology.shape.gpus
         if topology.workers == gpus:  # one host
             return part
         same_place = np.reshape(topology.ranks, (-1, gpus)).T  # [place in its host, host]
@@ -53,4 +53,4 @@ class Sharp(Collective):
         return held
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        return around(topology, fragments, held, local=True, adds=False)
+        return ring(topology, fragments, held, local=True, adds=False)

@@ -17,10 +17,9 @@ from legato.simulator.flow.engine.graph import MOST_FAIR_SERVICES, Graph
 from legato.simulator.flow.engine.services import Ids, Services
 from legato.simulator.flow.fabrics import Fabric
 from legato.simulator.flow.fabrics import fabric as fabric_named
-from legato.simulator.flow.fabrics.doubling import Butterfly, HalvingDoubling
-from legato.simulator.flow.fabrics.ring import Ring
+from legato.simulator.flow.fabrics.all_reduce import AllReduce
+from legato.simulator.flow.fabrics.ring import MulticastRing
 from legato.simulator.flow.fabrics.servers import creation_order
-from legato.simulator.flow.fabrics.shuffle import Shuffle
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, num_fragments
 from legato.simulator.flow.iterations.result import FlowResult, IterationTimes, Transfers
 from legato.simulator.flow.iterations.unroll import Unrolled
@@ -43,7 +42,7 @@ __all__ = [
 
 _MOST_ITERATIONS = 1000
 #: Fabrics all of whose transfers one worker can make alone. One that is derived from these may send differently.
-_ALONE = (Ring, Shuffle, Butterfly, HalvingDoubling)
+_ALONE = (AllReduce, MulticastRing)
 #: Services that trips stand for; a thousand million take some ten seconds.
 _MOST_ON_TRIPS = 4_000_000_000
 

@@ -15,7 +15,7 @@ when theirs is added to it (in 64 bits). Links may serve these in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,16 @@ class Alone(Topology):
         return self._trips(nbytes[:, None], np.asarray(key)[:, None], [begin], adds=adds, laps=steps)[:, None]
 
     def all_to_all(
-        self, nbytes: NDArray[np.float64], begin: Ids, *, key: ArrayLike, adds: bool = False, multicast: bool = False
+        self,
+        nbytes: NDArray[np.float64],
+        begin: Ids,
+        shifts: Sequence[int],
+        *,
+        key: ArrayLike,
+        adds: bool = False,
+        multicast: bool = False,
     ) -> Ids:
-        others = self.workers - 1
+        others = len(shifts)
         if not others:
             return begin
         sent = 1 if multicast else others

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -219,16 +219,22 @@ class Topology:
         return arrived
 
     def all_to_all(
-        self, nbytes: NDArray[np.float64], begin: Ids, *, key: ArrayLike, adds: bool = False, multicast: bool = False
+        self,
+        nbytes: NDArray[np.float64],
+        begin: Ids,
+        shifts: Sequence[int],
+        *,
+        key: ArrayLike,
+        adds: bool = False,
+        multicast: bool = False,
     ) -> Ids:
-        """Send `nbytes` from every rank to every other; return services that end when a rank has received them all.
+        """Send `nbytes` from every rank to others; return services that end when a rank has received them all.
 
-        Rank r starts when `begin[:, r]` has ended, with the neighbour on the right,
-        then the one after it, and so on: no worker receives two at once. With
-        `multicast`, it sends once for all. With `adds`, it adds up what it received, at the
-        end. The services do not end before `begin`.
+        Rank r starts when `begin[:, r]` has ended, with the rank that is `shifts[0]` further on, then the next one,
+        and so on: no worker receives two at once. With `multicast`, it sends once for all. With `adds`, it adds up
+        what it received, at the end. The services do not end before `begin`.
         """
-        ranks, steps = self.ranks[:, None], np.arange(1, self.workers)
+        ranks, steps = self.ranks[:, None], np.asarray(shifts)
         targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
         if not len(steps):
             return begin
@@ -237,7 +243,7 @@ class Topology:
         else:
             sizes = nbytes[:, None, None]
             sent = self.send(ranks, targets, sizes, [begin[..., None]], key=key[..., None])
-        mine = sent[:, self.worker(ranks - steps), steps - 1]
+        mine = sent[:, self.worker(ranks - steps), np.arange(len(steps))]
         received = self.graph.join(np.concatenate([mine, begin[..., None]], axis=-1))
         if not (adds and self.network.reduce_s_per_byte):
             return received
