@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from legato.collectives import RING
 from legato.core.cluster import PARAMETER_SERVER, Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.job import Machine, WorkerGroup
@@ -86,7 +87,7 @@ def _ranks(workers: int, replicas: int, gpus: int) -> int:
 def _on_machine(machine: Machine, group: WorkerGroup) -> LinearCost:
     """A gather among these ranks."""
     ring = machine.ring(group)
-    return LinearCost(ring.alpha_s, ring.beta_s_per_byte * (group.size - 1) / group.size)
+    return LinearCost(ring.alpha_s, RING.half(group.size, 0.0, ring.beta_s_per_byte)[1])
 
 
 class _Network:
@@ -120,11 +121,11 @@ class _Network:
 
 def _ring(ranks: int, latency_s: float, bandwidth_bps: float) -> LinearCost:
     """A gather in a ring of links."""
-    return LinearCost(latency_s * (ranks - 1), 8 / bandwidth_bps * (ranks - 1) / ranks)
+    return LinearCost(*RING.half(ranks, latency_s, 8 / bandwidth_bps))
 
 
 def _scaled(all_reduce: LinearCost, workers: int, ranks: int) -> LinearCost:
     """Half of an all-reduce among the workers, as if both were rings."""
-    alpha_s = all_reduce.alpha_s / 2 * (ranks - 1) / (workers - 1)
-    beta_s = all_reduce.beta_s_per_byte / 2 * (ranks - 1) / ranks * workers / (workers - 1)
-    return LinearCost(alpha_s, beta_s, all_reduce.floor_s / 2, off=all_reduce.off)
+    hops, share = RING.half(workers, 2.0, 2.0)
+    own = RING.half(ranks, all_reduce.alpha_s / hops, all_reduce.beta_s_per_byte / share)
+    return LinearCost(*own, all_reduce.floor_s / 2, off=all_reduce.off)

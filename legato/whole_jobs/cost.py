@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
+from legato.collectives import RING
 from legato.core.job import Job, Machine, WorkerGroup
 from legato.zoo.language.work import Exchange, Work
 
@@ -83,7 +84,8 @@ def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, h
     """
     if group.size == 1:
         return Cost()
-    sent, ring = halves * nbytes * (group.size - 1) / group.size, machine.ring(group)
+    ring = machine.ring(group)
+    _, sent = RING.half(group.size, 0.0, halves * nbytes)
     away = group.hosts / group.size if group.hosts > 1 else 0.0
     seconds = ring.alpha_s + sent * ring.beta_s_per_byte
     return Cost({kind: seconds}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.collectives import RING, SHUFFLE
 from legato.core.job import Machine
 from legato.core.program import Communication, Operation
 from legato.simulator.flow.engine.services import NO_LINK
@@ -47,15 +48,11 @@ def shape_of(operation: Operation) -> str:
 
 def nbytes_of(one: Communication, rings: int) -> float:
     """Bytes over each connection, all times of a communication together."""
-    size = len(one.groups[0])
-    sent = {
-        "all_gather": (size - 1) / size,
-        "reduce_scatter": (size - 1) / size,
-        "all_reduce": 2 * (size - 1) / size,
-        "all_to_all": 1 / size,
-        "broadcast": 1.0,
-        "send": 1.0,
-    }[one.operation]
+    halves = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}.get(one.operation)
+    if halves:
+        _, sent = RING.half(len(one.groups[0]), 0.0, halves)
+    else:
+        sent = 1 / len(one.groups[0]) if one.operation == "all_to_all" else 1.0
     return one.nbytes * one.times * sent / rings
 
 
@@ -71,8 +68,7 @@ def connections(topology: Topology, shape: str, groups: Groups) -> Connections:
         if shape == "send":
             hops = np.column_stack([np.arange(len(groups)), members])
         else:
-            size = members.shape[1]
-            a, b = np.nonzero(~np.eye(size, dtype=bool))
+            a, b = np.array(SHUFFLE.pairs(members.shape[1]), np.int64).reshape(-1, 2).T
             number = np.repeat(np.arange(len(groups)), len(a))
             hops = np.column_stack([number, members[:, a].ravel(), members[:, b].ravel()])
     route = topology.route(hops[:, 1], hops[:, 2])
@@ -100,10 +96,10 @@ def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[int, int, int]]:
     """A ring leaves and enters a host by the cards of one of its workers."""
-    if len(by_host) > 1:
-        for mine, others in zip(by_host, [*by_host[1:], by_host[0]], strict=True):
-            for ring in range(rings):
-                yield number, mine[ring % len(mine)], others[ring % len(others)]
+    for here, there in RING.pairs(len(by_host)):
+        mine, others = by_host[here], by_host[there]
+        for ring in range(rings):
+            yield number, mine[ring % len(mine)], others[ring % len(others)]
 
 
 def _summed(rows: Ints, links: int) -> Ints:
