@@ -81,7 +81,7 @@ class Algorithm(NamedTuple):
 
     def rounds(self, ranks: int) -> Rounds:
         """The rounds among any number of ranks."""
-        return self.make(ranks) if ranks > 1 else Rounds(1, (), ())
+        return _rounds(self.make, ranks)
 
     @property
     def halves(self) -> bool:
@@ -115,6 +115,11 @@ class Algorithm(NamedTuple):
             for rank in one.senders
             for shift in one.shifts
         ]
+
+
+@functools.lru_cache(1024)
+def _rounds(make: Callable[[int], Rounds], ranks: int) -> Rounds:
+    return make(ranks) if ranks > 1 else Rounds(1, (), ())
 
 
 @functools.lru_cache(64)
