@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from legato.cli.options import ClusterFile, Collective, Group, quantity, split
+from legato.collectives import COLLECTIVES
 from legato.core import files
 from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
+from legato.core.cluster import PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError
 from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 import typer
 
-from legato.core.cluster import COLLECTIVES
+from legato.collectives import COLLECTIVES
 from legato.core.errors import FileError, InputError, LegatoError, missing_extra
 from legato.core.text import count
 

@@ -17,7 +17,6 @@ from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bandwidth, format_bytes, format_seconds
 
 __all__ = [
-    "COLLECTIVES",
     "PARAMETER_SERVER",
     "SEND_S",
     "UNDIVIDED",

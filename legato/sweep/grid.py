@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from legato.collectives import COLLECTIVES
 from legato.core import __version__, files
 from legato.core.axes import NETWORK, SERVERS
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER
+from legato.core.cluster import PARAMETER_SERVER
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS

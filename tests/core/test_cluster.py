@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster, Contention, LinearCost
+from legato.collectives import COLLECTIVES
+from legato.core.cluster import PARAMETER_SERVER, Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import decode, encode
 from legato.simulator.pipelining import message_s

@@ -8,7 +8,8 @@ from itertools import accumulate, groupby
 
 import msgspec
 
-from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster
+from legato.collectives import COLLECTIVES
+from legato.core.cluster import UNDIVIDED, Cluster
 from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.files import identity
 from legato.core.plan import MOST_CHUNKS, Carrier, Message, Plan, Slice

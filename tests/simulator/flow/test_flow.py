@@ -12,7 +12,8 @@ from support.flows import job as job_of
 from support.nets import chain
 from support.strategies import examples, plans, workloads
 
-from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
+from legato.collectives import COLLECTIVES
+from legato.core.cluster import UNDIVIDED, Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
