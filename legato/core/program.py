@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -47,10 +47,11 @@ Action: TypeAlias = Compute | Start | Wait
 
 
 class Times(NamedTuple):
-    """When each action of each lane ends; when all had started a communication, and when it ends, by its number."""
+    """When each action of each lane ends; when all had started a communication, when it begins and ends, by number."""
 
     actions: list[list[float]]
     started: list[float]
+    begins: dict[int, float]
     ends: dict[int, float]
 
     @property
@@ -59,16 +60,23 @@ class Times(NamedTuple):
         return [own[-1] if own else 0.0 for own in self.actions]
 
 
-def clock(lanes: Sequence[Sequence[Action]], lines: Sequence[Hashable], seconds: Sequence[float]) -> Times:
-    """Run lanes whose communication n takes `seconds[n]`, after the one that was started before it on its line.
+def clock(
+    lanes: Sequence[Sequence[Action]],
+    lines: Sequence[Hashable],
+    seconds: Sequence[float],
+    after: Mapping[int, int] | None = None,
+) -> Times:
+    """Run lanes whose communication n takes `seconds[n]`, after the one that was started before it on its line, and
+    after communication `after[n]`, if it is there.
 
     A lane runs until it waits for what others have not started, and the last one of these wakes it, so there is no
     queue to search. Lanes that wait for each other in a circle have fewer times than actions.
     """
     missing = Counter(action.communication for lane in lanes for action in lane if type(action) is Start)
     actions: list[list[float]] = [[] for _ in lanes]
-    started, ends = [0.0] * len(seconds), dict[int, float]()
+    started, begins, ends = [0.0] * len(seconds), dict[int, float](), dict[int, float]()
     free: dict[Hashable, float] = {}
+    after = after or {}
     waiting: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))
     while awake:
@@ -85,8 +93,9 @@ def clock(lanes: Sequence[Sequence[Action]], lines: Sequence[Hashable], seconds:
                 if now > started[number]:
                     started[number] = now
                 if not missing[number]:
-                    line = lines[number]
-                    ends[number] = free[line] = max(started[number], free.get(line, 0.0)) + seconds[number]
+                    line, before = lines[number], ends.get(after.get(number, -1), 0.0)
+                    begins[number] = begin = max(started[number], free.get(line, 0.0), before)
+                    ends[number] = free[line] = begin + seconds[number]
                     awake += waiting.pop(number, ())
             elif isinstance(action, Wait):
                 if action.communication not in ends:
@@ -94,7 +103,7 @@ def clock(lanes: Sequence[Sequence[Action]], lines: Sequence[Hashable], seconds:
                     break
                 now = max(now, ends[action.communication])
             own.append(now)
-    return Times(actions, started, ends)
+    return Times(actions, started, begins, ends)
 
 
 class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +113,8 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     one worker holds before an all-to-all (its own part included), and of what a broadcast or a send carries. `kind` is
     what it is for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the
     first to the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took
-    where it was traced, when all had started it.
+    where it was traced, when all had started it. `after` is another communication, by its number, without whose end it
+    does not begin.
     """
 
     kind: str
@@ -113,6 +123,7 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: float
     times: int = 1
     traced_s: float | None = None
+    after: int | None = None
 
     def __post_init__(self) -> None:
         where = f"{self.kind} {self.operation}"
@@ -145,7 +156,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     All groups of a communication are alike: the workers at one place in their rings are in one lane. Every member
     starts it once, but of a send only the sender; it begins when all of these have started it. Sends with the same
-    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes.
+    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes. One
+    that runs `after` another is started behind it, by the same lanes.
 
     `traced_s` is the step as traced, from the first worker's begin to the last one's end; None if it was not traced.
 
@@ -189,6 +201,10 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
             result.append(known[key])
         return result
 
+    def afters(self) -> dict[int, int]:
+        """The communication after which another one runs, by its number."""
+        return {number: one.after for number, one in enumerate(self.communications) if one.after is not None}
+
     def _starters(self) -> list[set[int]]:
         """The lanes that have to start each communication."""
         lane_of = {worker: k for k, lane in enumerate(self.lanes) for worker in lane.workers}
@@ -216,7 +232,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     def _check_starts(self, starters: list[set[int]]) -> None:
         """Each communication is started once by all of its lanes, in one order where groups are the same."""
-        order_of = self.orders()
+        order_of, afters = self.orders(), self.afters()
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()
@@ -225,6 +241,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     raise InputError(f"{self.describe(number)}: started by lane {k}, which has no part in its start")
                 if number in started:
                     raise InputError(f"{self.describe(number)}: started twice by lane {k}")
+                if (before := afters.get(number, number)) != number and before not in started:
+                    raise InputError(f"{self.describe(number)}: after {before}, not started by lane {k} before it")
                 started.add(number)
                 orders.setdefault(order_of[number], {}).setdefault(k, []).append(number)
             for number in range(len(starters)):

@@ -1,10 +1,10 @@
 """What FSDP2 does with a wrapping: its collectives in order, the time of a step, and the memory at each moment.
 
 These are the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues work.
-A piece of work starts after the piece before it in its stream, after the events for which its stream was told to
-wait, and, if it is a collective, after the one that was issued before it on the same communicator. Gathers and
-reduce-scatters share a communicator (gathers inside a host have their own), so there is no queue to search: one pass
-over the program gives every time.
+They write a program, which the clock of all programs runs. A piece of work starts after the piece before it in its
+stream, after the events for which its stream was told to wait, and, if it is a collective, after the one that was
+issued before it on the same communicator. Gathers and reduce-scatters share a communicator; gathers inside a host have
+their own, but the stream of all gathers.
 Memory does not depend on times: buffers come and go in the order of the program.
 
 docs/fully_sharded.md has the rules in words, and what they leave out. Units: seconds and bytes.
@@ -12,12 +12,14 @@ docs/fully_sharded.md has the rules in words, and what they leave out. Units: se
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from legato.core.errors import InputError
-from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
+from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait, clock
 from legato.core.text import shorten
 from legato.core.timeline import Span, SpanKind, Timeline
 from legato.core.wrapping import Sync, Wrapping
@@ -120,7 +122,7 @@ def run(
 
     With `ends_backward` false, `set_is_last_backward(False)` holds for all micro-batches but the last.
     """
-    return _Run(units, wrapping, costs, precision, ends_backward).step()
+    return _Rules(units, wrapping, costs, precision, ends_backward).step()
 
 
 def program_of(
@@ -134,47 +136,67 @@ def program_of(
 ) -> Program:
     """The step that `run` predicts as a program, for ranks of which `per_host` neighbours share a host.
 
-    The optimizer takes `update_s` seconds at the end. The program takes as long, but that gathers inside a host may run
-    during others of the network here; and the host's own time is left out. Raises `InputError` with replicas, whose
-    sums begin where others end.
+    The optimizer takes `update_s` seconds at the end. The host's own time is left out.
     """
-    if wrapping.replicas > 1:
-        raise InputError(f"replicas: {wrapping.replicas} as a program (expected 1)")
-    made = _Run(units, wrapping, costs, precision, ends_backward=True)
-    made.step()
+    made = _Rules(units, wrapping, msgspec.structs.replace(costs, host_s=0.0), precision, ends_backward=True)
+    made.write()
     made.actions.append(Compute(update_s, "optimizer"))
-    everyone = (tuple(range(costs.ranks)),)
-    in_hosts = tuple(tuple(range(first, first + per_host)) for first in range(0, costs.ranks, per_host))
-    communications = tuple(
-        # A program on more data-parallel workers has more members in groups of the kind data.
-        Communication(*(("host", operation, in_hosts) if in_host else ("data", operation, everyone)), nbytes)
-        for _, operation, nbytes, in_host in made.collectives
+    workers = range(costs.ranks * wrapping.replicas)
+    shards, hosts = (
+        tuple(tuple(workers[first : first + number]) for first in range(0, len(workers), number))
+        for number in (costs.ranks, per_host)
     )
-    starts: dict[int, list[Start]] = {}
-    for number, (place, *_) in enumerate(made.collectives):
-        starts.setdefault(place, []).append(Start(number))
-    actions: list[Action] = []
-    for place, action in enumerate(made.actions):
-        actions += [*starts.get(place, []), action]
-    return Program(wrapping.name, (Lane(everyone[0], tuple(actions)),), communications)
+    # A program on more data-parallel workers has more members in groups of the kind data.
+    groups = {
+        "wire": ("data" if wrapping.replicas == 1 else "shard", shards),
+        "host": ("host", hosts),
+        "replicas": ("data", tuple(zip(*shards, strict=True))),
+    }
+    communications = tuple(
+        Communication(kind, _OPERATIONS[one.kind], members, one.nbytes, after=one.after)
+        for one in made.collectives
+        for kind, members in [groups[one.line]]
+    )
+    return Program(wrapping.name, (Lane(tuple(workers), tuple(made.lane())),), communications)
+
+
+_OPERATIONS: dict[str, Operation] = {
+    "gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"
+}  # fmt: skip
+
+
+class _Issued(NamedTuple):
+    """A `Piece` before the clock runs, with places of what the compute stream does.
+
+    A collective has a number, and begins at the `place` or later, when the one before it on its `line`, and the one
+    `after` which it comes, have ended. A computation is from its `place` to another one.
+    """
+
+    kind: str
+    group: int
+    nbytes: int
+    place: int
+    until: int = 0
+    number: int = -1
+    line: str = ""  # wire | host | replicas, or of the host's issue of a computation: issue
+    after: int | None = None
 
 
 class _Shared:
     """What a group has at some moment of the program."""
 
     def __init__(self) -> None:
-        self.pending: float | None = None  # when its gather ends, until its copy out is issued
+        self.pending: int | None = None  # the number of its gather, until its copy out is issued
         self.unsharded = False
         self.in_host = False  # each rank of a host has a part
-        self.resharded = 0.0, 0  # when these parts are ready, and where in the program
+        self.resharded = 0  # where in the program these parts are ready
         self.accumulated = False  # whole gradients of earlier micro-batches
-        self.reduced_s = 0.0  # when its last reduction ends
-        self.gather = self.reduction = -1  # the numbers of its last collectives
+        self.reduction: int | None = None  # the number of its last reduction
         self.passed: list[int] = []  # its places in the order of the forward passes
 
 
-class _Run:
-    """The clocks, the memory and the program of one step."""
+class _Rules:
+    """The program and the memory of one step, while they are written."""
 
     def __init__(
         self, units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision, ends_backward: bool
@@ -186,20 +208,20 @@ class _Run:
         self.root = len(self.groups) - 1 if len(self.groups) > len(wrapping.groups) else -1
         self.group_of = {u: k for k, group in enumerate(self.groups) for u in group.units}
         self.state = [_Shared() for _ in self.groups]
-        self.host = self.compute = self.wire = self.replica_wire = 0.0
-        self.gather_stream = self.scatter_stream = self.gather_after = 0.0
-        # The group whose gather's output is still held, and since when, and where in the program.
-        self.last_copied: tuple[int, float, int] | None = None
-        # Inputs of reduce-scatters: when these end, their bytes and numbers.
-        self.buffers: deque[tuple[float, int, int]] = deque()
+        # The group whose gather's output is still held, and since where in the program.
+        self.last_copied: tuple[int, int] | None = None
+        # Inputs of reduce-scatters: their numbers and bytes.
+        self.buffers: deque[tuple[int, int]] = deque()
         self.forward_order: list[int] = []
         self.nbytes = self.peak = 0
-        self.pieces: list[Piece] = []
-        # The same as a program: what the compute stream does; and each collective, with its place among these at which
-        # it can begin.
+        self.issued: list[_Issued] = []
+        self.collectives: list[_Issued] = []
+        # What the compute stream does; and what the host does, if it takes time, with what it starts.
         self.actions: list[Compute | Wait] = []
-        self.collectives: list[tuple[int, Operation, int, bool]] = []
-        self.gather_from = self.wire_from = 0  # as `gather_after` and `wire`
+        self.host: list[Compute | Start] = []
+        # Where the next collective of the wire, and the next gather, can begin at the earliest; and the last gather.
+        self.wire_from = self.gather_from = 0
+        self.last_gather: _Issued | None = None
         self.hook_s = costs.host_s / 4  # before and after each of both passes
         self.first, self.last = self._by_unit()
 
@@ -212,11 +234,11 @@ class _Run:
             last[self.groups[k].last].insert(0, k)
         return first, last
 
-    def step(self) -> Step:
+    def write(self) -> None:
         sync: Sync = self.wrapping.sync
         for k in range(self.wrapping.micro_batches):
             final = k == self.wrapping.micro_batches - 1
-            self._gather_later(self.compute, len(self.actions))  # the root waits for the optimizer
+            self._gather_later(len(self.actions))  # the root waits for the optimizer
             self._forward()
             self._backward(
                 reduce=final or sync != "last",
@@ -224,7 +246,40 @@ class _Run:
                 reshard=final or sync != "gathered-once",
                 ends=final or self.ends_backward,
             )
-        return Step(self.compute, self.peak, self.pieces)
+
+    def lane(self) -> list[Action]:
+        """What the compute stream does, and the starts of collectives where they can begin."""
+        starts: dict[int, list[Start]] = defaultdict(list)
+        for one in self.collectives:
+            starts[one.place] += [Start(one.number)] if one.line != "issue" else []
+        return [part for place, action in enumerate(self.actions) for part in (*starts[place], action)]
+
+    def step(self) -> Step:
+        self.write()
+        lane, costs = self.lane(), self.costs
+        cost_of = {"wire": costs.gather, "host": costs.gather_in_host, "replicas": costs.all_reduce}
+        priced = [
+            (one, costs.scatter if one.kind == "reduce_scatter" else cost_of.get(one.line)) for one in self.collectives
+        ]
+        times = clock(
+            [lane, self.host],
+            [one.line for one in self.collectives],
+            [cost.cost(one.nbytes) if cost else 0.0 for one, cost in priced],
+            {one.number: one.after for one in self.collectives if one.after is not None},
+        )
+        ends = [end for action, end in zip(lane, times.actions[0], strict=True) if not isinstance(action, Start)]
+        self.moments = [0.0, *ends]  # at each place
+        pieces = [
+            Piece(
+                one.kind,
+                one.group,
+                self.moments[one.place] if one.number < 0 else times.begins[one.number],
+                self.moments[one.until] if one.number < 0 else times.ends[one.number],
+                one.nbytes,
+            )
+            for one in self.issued
+        ]
+        return Step(self.moments[-1], self.peak, pieces)
 
     # The forward pass
 
@@ -253,7 +308,7 @@ class _Run:
         if group.reshard:
             if group.reshard is not True:
                 self._allocate(group.gathered // group.reshard)
-                state.in_host, state.resharded = True, (self.compute, len(self.actions))
+                state.in_host, state.resharded = True, len(self.actions)
             self._free(group.gathered)
             state.unsharded = False
         state.passed.append(len(self.forward_order))
@@ -335,7 +390,7 @@ class _Run:
             self._reduced(*self.buffers.popleft())
         if not group.gradients:
             return
-        self._wait(state.reduction, state.reduced_s)
+        self._wait(state.reduction)
         self._copy(group.scattered)
         whole = group.gradients
         if state.accumulated and self.upcasts:
@@ -348,31 +403,25 @@ class _Run:
 
     def _reduce(self, k: int, everywhere: bool) -> None:
         group, state = self.groups[k], self.state[k]
-        start = max(self.compute, self.scatter_stream, self.wire, self.host)
-        end = self.wire = self.scatter_stream = start + self.costs.scatter.cost(group.scattered)
-        self.pieces.append(Piece("reduce_scatter", k, start, end, group.scattered))
-        if not state.reduced_s:
+        if state.reduction is None:
             self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays
-        state.reduction = self._begun("reduce_scatter", len(self.actions), group.scattered)
-        self.buffers.append((end, group.scattered, state.reduction))
+        number = self._begin("reduce_scatter", "wire", k, group.scattered)
+        self.buffers.append((number, group.scattered))
         if self.costs.all_reduce is not None and everywhere:
-            part = group.scattered // self.costs.ranks
-            start = max(end, self.replica_wire)
-            end = self.replica_wire = start + self.costs.all_reduce.cost(part)
-            self.pieces.append(Piece("all_reduce", k, start, end, part))
-        state.reduced_s = end
+            number = self._begin("all_reduce", "replicas", k, group.scattered // self.costs.ranks, number)
+        state.reduction = number
 
     def _end_backward(self) -> None:
-        for state in self.state:
-            self._wait(state.reduction, state.reduced_s)
+        for k, state in enumerate(self.state):
+            self._wait(state.reduction)
             if state.pending is not None:
-                self._wait(state.gather, state.pending)
-                self._free(self.groups[self.state.index(state)].gathered)
+                self._wait(state.pending)
+                self._free(self.groups[k].gathered)
                 state.pending = None
             state.passed.clear()
         self.forward_order.clear()
-        for end, nbytes, number in self.buffers:
-            self._reduced(end, nbytes, number)
+        for buffer in self.buffers:
+            self._reduced(*buffer)
         self.buffers.clear()
 
     # What both passes do
@@ -382,20 +431,16 @@ class _Run:
         group, state = self.groups[k], self.state[k]
         if state.pending is not None or state.unsharded:
             return
-        if state.in_host:  # on a communicator of its own
-            self._gather_later(*state.resharded)
-            start = max(self.gather_after, self.gather_stream, self.host)
-            end = start + self.costs.gather_in_host.cost(group.gathered)
-        else:
-            start = max(self.gather_after, self.gather_stream, self.wire, self.host)
-            end = self.wire = start + self.costs.gather.cost(group.gathered)
-        state.pending = self.gather_stream = end
-        state.gather = self._begun("all_gather", self.gather_from, group.gathered, in_host=state.in_host)
+        if state.in_host:
+            self._gather_later(state.resharded)
+        last, line = self.last_gather, "host" if state.in_host else "wire"
+        after = last.number if last is not None and last.line != line else None
+        state.pending = self._begin("gather", line, k, group.gathered, after)
+        self.last_gather = self.collectives[-1]
         cast = group.gathered // self.costs.ranks if self.casts else 0  # the shard, in the gathered precision
         self._allocate(cast)
         self._allocate(group.gathered)
         self._free(cast)
-        self.pieces.append(Piece("gather", k, start, end, group.gathered))
 
     def _copy_out(self, k: int, *, forward: bool) -> None:
         group, state = self.groups[k], self.state[k]
@@ -403,13 +448,13 @@ class _Run:
             return
         held = None
         if forward and self.last_copied is not None:
-            held, since, place = self.last_copied
-            self._gather_later(since, place)
+            held, place = self.last_copied
+            self._gather_later(place)
             self.last_copied = None
-        self._wait(state.gather, state.pending)
-        start = self.compute
+        self._wait(state.pending)
+        place = len(self.actions)
         self._copy(group.gathered)
-        self.pieces.append(Piece("copy_out", k, start, self.compute, group.gathered))
+        self.issued.append(_Issued("copy_out", k, group.gathered, place, len(self.actions)))
         self._allocate(group.gathered)
         if state.in_host:
             self._free(group.gathered // int(group.reshard))
@@ -417,54 +462,62 @@ class _Run:
         if held is not None:
             self._free(self.groups[held].gathered)
         if forward:
-            self.last_copied = k, self.compute, len(self.actions)
+            self.last_copied = k, len(self.actions)
         else:
-            self._gather_later(self.compute, len(self.actions))
+            self._gather_later(len(self.actions))
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
         """The root's forward pass ends: the last output of a gather is free."""
         if self.last_copied is not None:
-            held, since, place = self.last_copied
-            self._gather_later(since, place)
+            held, place = self.last_copied
+            self._gather_later(place)
             self._free(self.groups[held].gathered)
             self.last_copied = None
 
     def _compute(self, kind: str, u: int, seconds: float, *, gradients: int = 0) -> None:
-        start = max(self.compute, self.host)
-        self.compute = start + seconds
-        self.pieces.append(Piece(kind, u, start, self.compute))
+        if self.hook_s:
+            self._wait(self._collective("", "issue", u, 0))
         self.actions.append(Compute(seconds, self.units[u].path))
+        self.issued.append(_Issued(kind, u, 0, len(self.actions) - 1, len(self.actions)))
         self._allocate(gradients)
 
     def _copy(self, nbytes: int) -> None:
         if seconds := self.costs.copy_s_per_byte * nbytes:
-            self.compute += seconds
             self.actions.append(Compute(seconds, "copy"))
 
-    def _wait(self, number: int, end: float) -> None:
+    def _wait(self, number: int | None) -> None:
         """The compute stream waits for a collective, if there is one."""
-        self.compute = max(self.compute, end)
-        if number >= 0:
+        if number is not None:
             self.actions.append(Wait(number))
 
-    def _reduced(self, end: float, nbytes: int, number: int) -> None:
-        self._wait(number, end)
+    def _reduced(self, number: int, nbytes: int) -> None:
+        self._wait(number)
         self._free(nbytes)
 
-    def _gather_later(self, moment: float, place: int) -> None:
-        """Gathers that are issued from now on begin at this moment, and at this place of the program, or later."""
-        self.gather_after, self.gather_from = max(self.gather_after, moment), max(self.gather_from, place)
+    def _gather_later(self, place: int) -> None:
+        """Gathers that are issued from now on begin at this place of the program, or later."""
+        self.gather_from = max(self.gather_from, place)
 
-    def _begun(self, operation: Operation, place: int, nbytes: int, *, in_host: bool = False) -> int:
-        """Note a collective, and return its number."""
-        if not in_host:
+    def _begin(self, kind: str, line: str, k: int, nbytes: int, after: int | None = None) -> int:
+        """Issue a collective of a group, and return its number."""
+        place = self.gather_from if kind == "gather" else len(self.actions)
+        if line == "wire":
             place = self.wire_from = max(self.wire_from, place)
-        self.collectives.append((place, operation, nbytes, in_host))
-        return len(self.collectives) - 1
+        if kind == "gather":
+            self.gather_from = place
+        number = self._collective(kind, line, k, nbytes, place, after)
+        self.issued.append(self.collectives[number])
+        return number
+
+    def _collective(self, kind: str, line: str, k: int, nbytes: int, place: int = 0, after: int | None = None) -> int:
+        number = len(self.collectives)
+        self.collectives.append(_Issued(kind, k, nbytes, place, number=number, line=line, after=after))
+        self.host += [Start(number)] if self.hook_s else []
+        return number
 
     def _hook(self) -> None:
-        self.host += self.hook_s
+        self.host += [Compute(self.hook_s)] if self.hook_s else []
 
     def _allocate(self, nbytes: int) -> None:
         self.nbytes += nbytes

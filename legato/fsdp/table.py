@@ -231,16 +231,14 @@ def compare_traced(
 
 
 def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding, wrapping: Wrapping) -> Program:
-    """What the ranks do in a step under one of the wrappings that `compare` found, for simulations on links.
-
-    Raises `InputError` as `rules.program_of` does.
-    """
+    """What the ranks do in a step under one of the wrappings that `compare` found, for simulations on links."""
     table = _OfWorkload(workload, cluster, sharding)
-    known = {unit.path for unit in table.units}
-    whole = all(path in known for group in wrapping.groups for path in group.modules)
-    units, gpus = table.units if whole else table.parts, sharding.gpus(cluster.workers)
-    update_s = table.optimizer_s / table.costs.ranks
-    return program_of(units, wrapping, table.costs, table.precision, per_host=gpus, update_s=update_s)
+    costs, units = table.shared(wrapping.replicas)
+    known = {unit.path for unit in units}
+    if any(path not in known for group in wrapping.groups for path in group.modules):
+        units = table.parts
+    gpus, update_s = sharding.gpus(cluster.workers), table.optimizer_s / costs.ranks
+    return program_of(units, wrapping, costs, table.precision, per_host=gpus, update_s=update_s)
 
 
 def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **options: Any) -> Wrapping:
@@ -413,10 +411,14 @@ class _OfWorkload(_Table):
             replicas = workers // ranks
             name = f"{BY_BLOCK}, {replicas} replicas (HSDP)"
             wrapping = msgspec.structs.replace(self.chain.wrapping(by_unit(self.chain), name), replicas=replicas)
-            costs = self.sharding.costs(self.cluster, replicas)
-            units = units_of(self.workload, ranks, self.precision)
+            costs, units = self.shared(replicas)
             sync: Sync = "all-reduce-last" if self.micro_batches > 1 else "each"
             yield self._row(name, wrapping, sync=sync, units=units, costs=costs)
+
+    def shared(self, replicas: int) -> tuple[Costs, Sequence[Unit]]:
+        """The costs, and the units, of a model of which there are as many replicas."""
+        costs = self.costs if replicas == 1 else self.sharding.costs(self.cluster, replicas)
+        return costs, self.units if replicas == 1 else units_of(self.workload, costs.ranks, self.precision)
 
     def _states(self, ranks: int) -> int:
         """The bytes of the shards of the parameters and of the optimizer's states."""

@@ -151,7 +151,7 @@ def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
     """The step if each communication takes so many seconds."""
-    found = clock([lane.actions for lane in program.lanes], program.orders(), seconds)
+    found = clock([lane.actions for lane in program.lanes], program.orders(), seconds, program.afters())
 
     def walks() -> Iterator[Walk]:
         for lane, ends in zip(program.lanes, found.actions, strict=True):

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from legato.core.errors import InputError
 from legato.core.files import decode, encode
@@ -23,6 +24,7 @@ def test_valid_programs():
     assert decode(encode(value)) == value
     program((Start(0), Wait(1)), (Wait(0), Start(1)), FORTH, BACK)
     program((Start(0), Start(1)), (Start(0), Wait(1)), GATHER, FORTH)
+    program((Start(1), Start(0)), (Start(1), Start(0)), replace(GATHER, after=1), REDUCE)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,13 @@ def test_valid_programs():
         ((Start(0), Start(0)), (Start(0),), [GATHER], "started twice by lane 0"),
         ((Start(0),), (Start(0),), [FORTH], "started by lane 1, which has no part"),
         ((Start(0), Start(1)), (Start(1), Start(0)), [GATHER, REDUCE], "started in another order"),
+        (
+            (Start(0), Start(1)),
+            (Start(0), Start(1)),
+            [replace(GATHER, after=1), REDUCE],
+            "after 1, not started by lane 0",
+        ),
+        ((Start(0),), (Start(0),), [replace(GATHER, after=1)], "after 1, not started by lane 0 before it"),
         ((Wait(1), Start(0)), (Wait(0), Start(1)), [FORTH, BACK], "lane [01]: waits for communication [01] .*circle"),
         ((Wait(0), Start(0)), (Start(0),), [GATHER], "lane 0: waits for communication 0 .*circle"),
         ((Wait(2),), (), [], r"communication: 2 \(expected below 0\)"),

@@ -7,7 +7,7 @@ import random
 from contextlib import contextmanager
 
 from legato.core.wrapping import Group, Wrapping
-from legato.fsdp.rules import _Run
+from legato.fsdp.rules import _Rules
 from support.kineto_samples import Recorder
 
 #: Microseconds between two events of the host, and what the optimizer takes.
@@ -17,8 +17,10 @@ COMPUTE, GATHER, SCATTER, REPLICAS = 7, 20, 21, 22
 
 def trace(units, wrapping, costs, precision, *, rank=0, workers=None, number=3):
     """(the text of a trace, the step that the rules predict)."""
-    run = _Traced(units, wrapping, costs, precision, Recorder(rank, workers or costs.ranks))
-    step = run.step()
+    rules = _Rules(units, wrapping, costs, precision, True)
+    step = rules.step()
+    run = _Traced(units, wrapping, costs, precision, Recorder(rank, workers or costs.ranks), rules.moments, step.pieces)
+    run.write()
     return run.finished(number, step.seconds), step
 
 
@@ -34,10 +36,10 @@ def random_wrapping(seed, units):
     return Wrapping("traced", tuple(groups), draw.choice([0, 2]), draw.choice([0, 2, 3]), draw.choice([1, 2]))
 
 
-class _Traced(_Run):
-    def __init__(self, units, wrapping, costs, precision, recorder):
+class _Traced(_Rules):
+    def __init__(self, units, wrapping, costs, precision, recorder, moments, pieces):
         super().__init__(units, wrapping, costs, precision, True)
-        self.recorder, self.precision = recorder, precision
+        self.recorder, self.precision, self.moments, self.pieces = recorder, precision, moments, pieces
         self.now = TICK_US  # of the host
         self.batch, self.callback = 0, None
 
@@ -107,30 +109,30 @@ class _Traced(_Run):
 
     def _gather(self, k):
         ranks = self.groups[k].reshard if self.state[k].in_host else self.costs.ranks
-        before = len(self.pieces)
+        before = len(self.issued)
         super()._gather(k)
-        if len(self.pieces) > before:
-            piece, size = self.pieces[-1], self.precision.gathered
+        if len(self.issued) > before:
+            piece, size = self.pieces[before], self.precision.gathered
             with self.mark("all_gather", k):
                 self.kernel("copy in", piece.start_s, piece.start_s, GATHER)
                 self.collective("AllGather", "_allgather_base", piece, piece.nbytes // ranks, size, ranks, GATHER)
 
     def _copy_out(self, k, *, forward):
-        before = len(self.pieces)
+        before = len(self.issued)
         super()._copy_out(k, forward=forward)
-        if len(self.pieces) > before:
+        if len(self.issued) > before:
             with self.mark("all_gather_copy_out", k):
-                self.kernel("copy out", self.pieces[-1].start_s, self.pieces[-1].end_s)
+                self.kernel("copy out", self.pieces[before].start_s, self.pieces[before].end_s)
 
     def _reduce(self, k, everywhere):
-        packed, before, ranks = self.compute, len(self.pieces), self.costs.ranks
+        packed, before, ranks = self.moments[len(self.actions)], len(self.issued), self.costs.ranks
         super()._reduce(k, everywhere)
         nbytes, size = self.groups[k].scattered, self.precision.reduced
         with self.mark("post_backward_reduce", k):
             self.kernel("chunk cat", packed - self.costs.copy_s_per_byte * nbytes, packed)
             piece = self.pieces[before]
             self.collective("ReduceScatter", "_reduce_scatter_base", piece, nbytes, size, ranks, SCATTER)
-            for piece in self.pieces[before + 1 :]:
+            for piece in self.pieces[before + 1 : len(self.issued)]:
                 self.collective("AllReduce", "allreduce", piece, piece.nbytes, size, 2, REPLICAS)
             self.kernel("divide", piece.end_s, piece.end_s, SCATTER)
 
@@ -145,4 +147,8 @@ class _Traced(_Run):
             with self.mark("pre_forward", self.group_of[u]):
                 pass
         super()._compute(kind, u, seconds, gradients=gradients)
-        self.kernel(f"{kind} {self.units[u].path}", self.pieces[-1].start_s, self.pieces[-1].end_s)
+        self.kernel(
+            f"{kind} {self.units[u].path}",
+            self.pieces[len(self.issued) - 1].start_s,
+            self.pieces[len(self.issued) - 1].end_s,
+        )

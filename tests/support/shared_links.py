@@ -125,10 +125,17 @@ class _Simulation:
             one = (waiting[0], group) if waiting else None
             if one is None or one in self.latent or one in self.left:
                 continue
-            if len(self.starts[one]) == (1 if kind else len(group)):
+            if len(self.starts[one]) == (1 if kind else len(group)) and self.may_begin(one):
                 self.latent[one] = self.now + self.latency(one)
                 begun = True
         return begun
+
+    def may_begin(self, one):
+        """Whether what its workers did before it, if it runs after another one, has ended."""
+        (j, _, step), group = one
+        after = self.of(one).after
+        before = [] if after is None else [other for other in self.groups[j, after] if set(other) & set(group)]
+        return all(((j, after, step), other) in self.ended for other in before)
 
     def hosts(self, group):
         return list(dict.fromkeys(w // self.machine.gpus_per_host for w in group))

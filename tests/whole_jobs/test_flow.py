@@ -76,14 +76,20 @@ def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
 
 
 def random_program(draw):
-    """Collectives and sends of random groups, which all workers start in one order and wait for at once or later."""
+    """Collectives and sends of random groups, which all workers start in one order and wait for at once or later; some
+    run after one that the same workers started before."""
     workers = draw.choice([4, 8])
     actions, communications = [[] for _ in range(workers)], []
     later = [[] for _ in range(workers)]
     for number in range(draw.randint(1, 8)):
         operation = draw.choice(["all_reduce", "all_gather", "all_to_all", "broadcast", "send"])
-        group = tuple(draw.sample(range(workers), 2 if operation == "send" else draw.randint(2, workers)))
-        communications.append(Communication("data", operation, (group,), draw.choice([1e6, 3e6]), draw.choice([1, 2])))
+        group = tuple(
+            draw.sample(range(workers), 2 if operation == "send" else draw.choice([2, 3, 4, workers, workers]))
+        )
+        before = [k for k, one in enumerate(communications) if {*one.groups[0]} == {*group} and one.operation != "send"]
+        after = draw.choice(before) if before and operation != "send" and draw.random() < 0.7 else None
+        sizes = draw.choice([1e6, 3e6]), draw.choice([1, 2])
+        communications.append(Communication("data", operation, (group,), *sizes, after=after))
         for place, worker in enumerate(group):
             if draw.random() < 0.5:
                 actions[worker].append(Compute(draw.choice([1e-4, 2e-4])))

@@ -58,7 +58,7 @@ class Quotient:
         known: dict[tuple[int, str], int] = {}  # many communications have the same groups
         numbers: dict[tuple[Any, str], int] = {}
         self.number_of: list[int] = []
-        self.order_of = self.program.orders()
+        self.order_of, self.afters = self.program.orders(), self.program.afters()
         for one in self.program.communications:
             key = (id(one.groups), shape_of(one.operation))
             if key not in known:

@@ -82,7 +82,12 @@ def together(programs: Sequence[Program], places: Sequence[Sequence[int]], worke
         first, at = len(communications), np.array(place)
         groups = {id(one.groups): one.groups for one in made.communications}
         moved = {key: tuple(map(tuple, at[np.array(own)].tolist())) for key, own in groups.items()}
-        like = {id(one): structs.replace(one, groups=moved[id(one.groups)]) for one in made.communications}
+        like = {
+            id(one): structs.replace(
+                one, groups=moved[id(one.groups)], after=None if one.after is None else one.after + first
+            )
+            for one in made.communications
+        }
         communications += [like[id(one)] for one in made.communications]
         lanes += [
             Lane(tuple(at[list(lane.workers)].tolist()), tuple(_later(action, first) for action in lane.actions))

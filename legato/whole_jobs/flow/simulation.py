@@ -156,6 +156,8 @@ class _Run:
                     self._edges([ahead[order]], begun)
                 self.ordered.add(key)
                 ahead[order] = flow
+                if (before := quotient.afters.get(number)) is not None:
+                    self._edges([self._flow((step, before, quotient.group_of(before, worker)))[2]], begun)
             else:
                 found[at] = (self._add([last, flow]), last)
                 last = found[at][0]
