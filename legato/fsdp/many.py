@@ -47,11 +47,7 @@ class Chain:
         """`node` is the number of ranks to which groups may be resharded, None if there is no such state."""
         self.units, self.costs, self.precision, self.node = units, costs, precision, node
         self.held = [u for u, unit in enumerate(units) if not unit.rooted and unit.gathered]
-        self.root = [sum(sizes) for sizes in zip(*map(_sizes, (u for u in units if u.rooted)), strict=True)] or [
-            0,
-            0,
-            0,
-        ]
+        self.root = [sum(sizes) for sizes in zip((0, 0, 0), *(u.sizes for u in units if u.rooted), strict=True)]
         self.reached = min((u for u, unit in enumerate(units) if unit.trained), default=len(units))
         first = self.held[0]
         self.leading = _times(units[:first], 0, self.reached)
@@ -59,7 +55,7 @@ class Chain:
         for u, after in zip(self.held, [*self.held[1:], len(units)], strict=True):
             own.append(_times(units[u : u + 1], u, self.reached))
             behind.append(_times(units[u + 1 : after], u + 1, self.reached))
-        self.sizes = _cumulated(_sizes(units[u]) for u in self.held)
+        self.sizes = _cumulated(units[u].sizes for u in self.held)
         self.own, self.behind = _cumulated(own), np.array(behind, dtype=float).T
         self.all_behind = _cumulated(behind)
 
@@ -86,10 +82,6 @@ class Chain:
             reshard = states[state] if in_backward else True
             groups.append(Group(tuple(unit.path for unit in members), reshard, in_backward))
         return Wrapping(name, tuple(groups), layout.forward, layout.backward, layout.buffers)
-
-
-def _sizes(unit: Unit) -> tuple[int, int, int]:
-    return unit.gathered, unit.scattered, unit.gradients
 
 
 def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, float, float]:

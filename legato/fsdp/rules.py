@@ -102,12 +102,8 @@ def resolve(units: Sequence[Unit], wrapping: Wrapping) -> list[Resolved]:
 def _resolved(
     units: Sequence[Unit], held: tuple[int, ...], first: int, last: int, reshard: bool | int, in_backward: bool
 ) -> Resolved:
-    gathered, scattered, gradients = (sum(sizes) for sizes in zip(*(_sizes(units[u]) for u in held), strict=True))
+    gathered, scattered, gradients = (sum(sizes) for sizes in zip(*(units[u].sizes for u in held), strict=True))
     return Resolved(held, first, last, reshard, in_backward, gathered, scattered, gradients)
-
-
-def _sizes(unit: Unit) -> tuple[int, int, int]:
-    return unit.gathered, unit.scattered, unit.gradients
 
 
 def run(
@@ -221,7 +217,7 @@ class _Rules:
         self.host: list[Compute | Start] = []
         # Where the next collective of the wire, and the next gather, can begin at the earliest; and the last gather.
         self.wire_from = self.gather_from = 0
-        self.last_gather: _Issued | None = None
+        self.last_gather: int | None = None
         self.hook_s = costs.host_s / 4  # before and after each of both passes
         self.first, self.last = self._by_unit()
 
@@ -269,16 +265,12 @@ class _Rules:
         )
         ends = [end for action, end in zip(lane, times.actions[0], strict=True) if not isinstance(action, Start)]
         self.moments = [0.0, *ends]  # at each place
-        pieces = [
-            Piece(
-                one.kind,
-                one.group,
-                self.moments[one.place] if one.number < 0 else times.begins[one.number],
-                self.moments[one.until] if one.number < 0 else times.ends[one.number],
-                one.nbytes,
-            )
-            for one in self.issued
-        ]
+        pieces = []
+        for one in self.issued:
+            begin, end = self.moments[one.place], self.moments[one.until]
+            if one.number >= 0:
+                begin, end = times.begins[one.number], times.ends[one.number]
+            pieces.append(Piece(one.kind, one.group, begin, end, one.nbytes))
         return Step(self.moments[-1], self.peak, pieces)
 
     # The forward pass
@@ -433,10 +425,8 @@ class _Rules:
             return
         if state.in_host:
             self._gather_later(state.resharded)
-        last, line = self.last_gather, "host" if state.in_host else "wire"
-        after = last.number if last is not None and last.line != line else None
-        state.pending = self._begin("gather", line, k, group.gathered, after)
-        self.last_gather = self.collectives[-1]
+        line = "host" if state.in_host else "wire"
+        state.pending = self.last_gather = self._begin("gather", line, k, group.gathered, self.last_gather)
         cast = group.gathered // self.costs.ranks if self.casts else 0  # the shard, in the gathered precision
         self._allocate(cast)
         self._allocate(group.gathered)
@@ -446,11 +436,6 @@ class _Rules:
         group, state = self.groups[k], self.state[k]
         if state.pending is None:
             return
-        held = None
-        if forward and self.last_copied is not None:
-            held, place = self.last_copied
-            self._gather_later(place)
-            self.last_copied = None
         self._wait(state.pending)
         place = len(self.actions)
         self._copy(group.gathered)
@@ -459,16 +444,15 @@ class _Rules:
         if state.in_host:
             self._free(group.gathered // int(group.reshard))
         state.pending, state.unsharded, state.in_host = None, True, False
-        if held is not None:
-            self._free(self.groups[held].gathered)
         if forward:
+            self._release_copied()
             self.last_copied = k, len(self.actions)
         else:
             self._gather_later(len(self.actions))
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
-        """The root's forward pass ends: the last output of a gather is free."""
+        """The next group is copied out, or the root's forward pass ends: the last output of a gather is free."""
         if self.last_copied is not None:
             held, place = self.last_copied
             self._gather_later(place)
@@ -477,7 +461,8 @@ class _Rules:
 
     def _compute(self, kind: str, u: int, seconds: float, *, gradients: int = 0) -> None:
         if self.hook_s:
-            self._wait(self._collective("", "issue", u, 0))
+            self._collective(_Issued(kind, u, 0, 0, line="issue"))
+            self._wait(self.collectives[-1].number)
         self.actions.append(Compute(seconds, self.units[u].path))
         self.issued.append(_Issued(kind, u, 0, len(self.actions) - 1, len(self.actions)))
         self._allocate(gradients)
@@ -501,20 +486,19 @@ class _Rules:
 
     def _begin(self, kind: str, line: str, k: int, nbytes: int, after: int | None = None) -> int:
         """Issue a collective of a group, and return its number."""
-        place = self.gather_from if kind == "gather" else len(self.actions)
-        if line == "wire":
-            place = self.wire_from = max(self.wire_from, place)
+        place = len(self.actions)
         if kind == "gather":
-            self.gather_from = place
-        number = self._collective(kind, line, k, nbytes, place, after)
-        self.issued.append(self.collectives[number])
-        return number
+            place = self.gather_from = max(self.gather_from, self.wire_from if line == "wire" else 0)
+        elif line == "wire":
+            self.wire_from = place
+        self._collective(_Issued(kind, k, nbytes, place, line=line, after=after))
+        self.issued.append(self.collectives[-1])
+        return self.collectives[-1].number
 
-    def _collective(self, kind: str, line: str, k: int, nbytes: int, place: int = 0, after: int | None = None) -> int:
+    def _collective(self, one: _Issued) -> None:
         number = len(self.collectives)
-        self.collectives.append(_Issued(kind, k, nbytes, place, number=number, line=line, after=after))
+        self.collectives.append(one._replace(number=number))
         self.host += [Start(number)] if self.hook_s else []
-        return number
 
     def _hook(self) -> None:
         self.host += [Compute(self.hook_s)] if self.hook_s else []

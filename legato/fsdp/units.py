@@ -55,6 +55,10 @@ class Unit(NamedTuple):
     rooted: bool = False
     ends: bool = True
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.gathered, self.scattered, self.gradients
+
 
 def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int = 1) -> list[Unit]:
     """The units of a workload that is sharded over `ranks`, whole blocks (`level` 1) or parts of them (2, ...).
