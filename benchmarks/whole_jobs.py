@@ -455,7 +455,7 @@ def show_speed() -> None:
     network = network_of(job.machine, 2 * job.mesh.workers, topology="rails")
     places = place([job.mesh.workers] * 2, "packed", network)
     start = time.perf_counter()
-    simulate_shared([job, job], places, network)
+    simulate_shared([job, job], places, network, job.machine)
     took_s, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     print(f"two such jobs of {job.mesh.workers:,} GPUs on one network of rails: {took_s:.1f} s and {most:.0f} MiB")
     machine = MACHINES["h100"]

@@ -181,8 +181,13 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
             raise InputError(f"lanes: {len(workers)} workers (expected 0, 1, ... each on one lane)")
         if any(not lane.workers for lane in self.lanes):
             raise InputError("lanes: one without workers (expected at least one)")
-        self._check_starts(self._starters())
+        order_of = self.orders()
+        self._check_starts(self._starters(order_of), order_of)
         self._check_circles()
+
+    @property
+    def workers(self) -> int:
+        return sum(len(lane.workers) for lane in self.lanes)
 
     def describe(self, number: int) -> str:
         """A communication in words, for messages."""
@@ -205,15 +210,14 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         """The communication after which another one runs, by its number."""
         return {number: one.after for number, one in enumerate(self.communications) if one.after is not None}
 
-    def _starters(self) -> list[set[int]]:
+    def _starters(self, order_of: Sequence[int]) -> list[set[int]]:
         """The lanes that have to start each communication."""
         lane_of = {worker: k for k, lane in enumerate(self.lanes) for worker in lane.workers}
-        known: dict[tuple[int, bool], set[int]] = {}  # many communications have the same groups
-        for number, one in enumerate(self.communications):
-            key = (id(one.groups), one.operation == "send")
-            if key not in known:
-                known[key] = self._starters_of(number, lane_of)
-        return [known[id(one.groups), one.operation == "send"] for one in self.communications]
+        known: dict[int, set[int]] = {}
+        for number, order in enumerate(order_of):
+            if order not in known:
+                known[order] = self._starters_of(number, lane_of)
+        return [known[order] for order in order_of]
 
     def _starters_of(self, number: int, lane_of: dict[int, int]) -> set[int]:
         one = self.communications[number]
@@ -230,9 +234,9 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
             raise InputError(f"{self.describe(number)}: only some workers of a lane (expected all of them)")
         return places[0] if one.operation == "send" else every
 
-    def _check_starts(self, starters: list[set[int]]) -> None:
+    def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
         """Each communication is started once by all of its lanes, in one order where groups are the same."""
-        order_of, afters = self.orders(), self.afters()
+        afters = self.afters()
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()

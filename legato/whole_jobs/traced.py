@@ -41,6 +41,12 @@ class ProgramStep:
     exposed_s: dict[str, float]
     sent: dict[tuple[str, str], float]
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of which the step consists."""
+        rest = {"waiting for the host": self.idle_s, "waiting for other workers": self.late_s}
+        return {"computing": self.computing_s, **rest, **self.exposed_s}
+
 
 def replay(program: Program) -> ProgramStep:
     """The step with its communications as traced. Raises `InputError` if the program is not traced."""
@@ -72,7 +78,6 @@ class Traffic:
 def traffic(program: Program) -> list[Traffic]:
     """The kinds of communication of a traced program, the most exposed first; behind several, all of them together."""
     base, taken = replay(program), traced_s(program)
-    workers = sum(len(lane.workers) for lane in program.lanes)
     shares = _bandwidth_shares(program)
     members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
 
@@ -84,7 +89,7 @@ def traffic(program: Program) -> list[Traffic]:
         faster = [s * (1 - half) for s, half in zip(taken, halves, strict=True)]
         return Traffic(
             name,
-            sum(s * n for s, n, own in zip(taken, members, mine, strict=True) if own) / workers,
+            sum(s * n for s, n, own in zip(taken, members, mine, strict=True) if own) / program.workers,
             sum(base.exposed_s[kind] for kind in kinds),
             1 - run(program, faster).seconds / base.seconds if base.seconds else 0.0,
             any(share is None for share, own in zip(shares, mine, strict=True) if own),
@@ -119,7 +124,7 @@ def predict(program: Program, machine: Machine) -> ProgramStep:
     shared = {id(one.groups): one.groups for one in program.communications}
     shapes = {key: _shapes(groups, machine) for key, groups in shared.items()}
     costs = [_cost(one, shapes[id(one.groups)], machine) * one.times for one in program.communications]
-    workers = sum(len(lane.workers) for lane in program.lanes)
+    workers = program.workers
     shares = [
         len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers
         for one in program.communications
@@ -170,7 +175,7 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
     """A step of `seconds` in means over the workers, whatever ran it."""
     kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
     rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
-    workers = sum(len(lane.workers) for lane in program.lanes)
+    workers = program.workers
     for number, actions in walks:
         weight, last_s = number / workers, 0.0
         for action, begin_s, end_s, started_s in actions:
@@ -191,7 +196,7 @@ def repeated(program: Program, workers: int) -> Program:
     Every copy computes the same and sends as many bytes a worker. Raises `InputError` if `workers` is no multiple of
     the program's, or nothing in the program is of the kind `data`.
     """
-    own = sum(len(lane.workers) for lane in program.lanes)
+    own = program.workers
     copies, rest = divmod(workers, own)
     if rest or not copies:
         raise InputError(f"workers: {workers} (expected a multiple of the program's {own})")

@@ -53,6 +53,30 @@ def test_the_same_file_twice_with_timelines(jobs, tmp_path, capsys):
     assert status == 0, err
 
 
+def test_a_wrapping_beside_a_job_and_another_wrapping(jobs, tmp_path, capsys):
+    """FSDP's program and a job share racks."""
+    workload, wrapped = tmp_path / "w.json", tmp_path / "p.json"
+    status, _, err = run(capsys, "workload", "llama-3-8b", "-o", workload)
+    assert status == 0, err
+    plan = ["--shard", "parameters", "--workers", 16, "--machine", "h100", "--program", wrapped]
+    status, _, err = run(capsys, "plan", workload, *plan)
+    assert status == 0, err
+    for other in (jobs[1], wrapped):
+        status, out, err = run(capsys, "simulate", wrapped, other, *SHARED, "--json")
+        assert status == 0, err
+        row = json.loads(out)["jobs"][0]
+        assert row["slowdown"] > 1.01 and row["longer_s"]["data"] > 0
+        assert sum(row["longer_s"].values()) == pytest.approx(row["shared"]["step_s"] - row["alone"]["step_s"])
+    status, out, err = run(capsys, "simulate", wrapped, jobs[1], *SHARED)
+    assert status == 0 and "2 jobs on 32 x h100, 2 racks" in out and out.count(" data ") >= 2, err
+    status, _, err = run(capsys, "simulate", wrapped, jobs[1], "--share", "-o", tmp_path / "t")
+    assert status == 2 and "--output: a program has no timeline" in err and len(err.splitlines()) == 1
+    status, _, err = run(capsys, "simulate", wrapped, "--share")
+    assert status == 2 and "--share: means nothing for a program" in err
+    status, _, err = run(capsys, "simulate", jobs[1], workload, "--share")
+    assert status == 2 and "beside whole jobs" in err
+
+
 def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
     slow = ("--disturb", "link:5:4:0")
     rows = [

@@ -15,7 +15,7 @@ from legato.whole_jobs.flow.programs import program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.shared import simulate_shared, together
 from legato.whole_jobs.flow.simulation import run_steps
-from legato.whole_jobs.flow.step import network_of, seconds_of, simulate
+from legato.whole_jobs.flow.step import network_of, seconds_of, simulate, simulate_program
 from legato.whole_jobs.step import predict
 
 
@@ -23,7 +23,7 @@ def shared(jobs, how, **options):
     """The window and the steps of jobs on full hosts."""
     sizes = [one.mesh.workers for one in jobs]
     network = network_of(jobs[0].machine, sum(sizes), **options)
-    return simulate_shared(jobs, place(sizes, how, network), network)
+    return simulate_shared(jobs, place(sizes, how, network), network, jobs[0].machine)
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -64,12 +64,32 @@ def test_jobs_are_as_in_fractions_step_by_step(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(20))
+def test_a_program_takes_as_long_as_its_job_alone_and_beside_others(seed):
+    draw = random.Random(seed)
+    one = small_job(draw, alone=False)
+    workers, made = one.mesh.workers, program(one)
+    slow = (Disturbance(kind="link", number=draw.randrange(workers), factor=3),)
+    quiet, network = (network_of(one.machine, 2 * workers, disturbances=some) for some in ((), slow))
+    places = [range(workers), range(workers, 2 * workers)]
+    found = [simulate_shared(jobs, places, network, one.machine, steps=2)[1] for jobs in ([made, one], [one, one])]
+    for mine, own in zip(*found, strict=True):
+        assert mine.steps_s == pytest.approx(own.steps_s, rel=1e-9)
+        assert mine.alone.seconds == pytest.approx(own.alone.seconds, rel=1e-9)
+        for step in (mine.alone, mine.beside):
+            assert sum(step.parts.values()) == pytest.approx(step.seconds, rel=1e-9)
+    first = found[0][0]
+    same = simulate_program(made, one.machine, quiet)
+    assert (first.alone.seconds, first.alone.parts) == (pytest.approx(same.seconds), pytest.approx(same.parts))
+    assert sum(first.longer_s.values()) == pytest.approx(first.beside.seconds - first.alone.seconds, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_job_alone_is_as_simulate_says(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)
     slow = (Disturbance(kind="link", number=draw.randrange(one.mesh.workers), factor=3),)
     quiet, network = (network_of(one.machine, one.mesh.workers, disturbances=some) for some in ((), slow))
-    window_s, (found,) = simulate_shared([one], [range(one.mesh.workers)], network, steps=2)
+    window_s, (found,) = simulate_shared([one], [range(one.mesh.workers)], network, one.machine, steps=2)
     for mine, there in ((found.alone, quiet), (found.beside, network)):
         expected = simulate(one, there).step
         assert mine.seconds == pytest.approx(expected.seconds, rel=1e-9)
@@ -130,7 +150,9 @@ def test_short_steps_go_on_until_the_longest_ones_are_over():
     jobs = [job(GPT, Mesh(data=2), machine=machine, microbatches=number) for number in (1, 40)]
     network = network_of(machine, 4, racks=2, oversubscription=2)
     places = place([2, 2], "spread", network)
-    (begin_s, end_s), (short, long) = simulate_shared(jobs, places, network, steps=2, shift_s=[0.0, 2e-4])
+    (begin_s, end_s), (short, long) = simulate_shared(
+        jobs, places, network, jobs[0].machine, steps=2, shift_s=[0.0, 2e-4]
+    )
     assert begin_s == 2e-4 and len(long.steps_s) == 2
     assert end_s - begin_s >= sum(long.steps_s) * (1 - 1e-9)
     assert len(short.steps_s) > 20 and sum(short.steps_s) >= end_s - begin_s - 2 * max(short.steps_s)
@@ -150,12 +172,12 @@ def test_a_timeline_is_that_of_the_job_on_its_gpus():
 
 def test_what_is_refused(monkeypatch):
     one, two = (job(LLAMA, Mesh(data=2), machine=replace(LATENT, gpus_per_host=gpus)) for gpus in (1, 2))
-    with pytest.raises(InputError, match=r"job 2, test: gpus_per_host 2 \(expected 1, as job 1 on one network\)"):
+    with pytest.raises(InputError, match=r"job 2, test: gpus_per_host 2 \(expected 1, as on the network\)"):
         shared([one, two], "packed")
     network = network_of(one.machine, 4)
     with pytest.raises(InputError, match=r"iterations: 0 \(expected 1 to 1,000 steps\)"):
-        simulate_shared([one, one], [(0, 1), (2, 3)], network, steps=0)
+        simulate_shared([one, one], [(0, 1), (2, 3)], network, one.machine, steps=0)
     monkeypatch.setattr(simulation, "_MOST_SERVICES", 1000)
-    simulate_shared([one], [(0, 1)], network, steps=1)
+    simulate_shared([one], [(0, 1)], network, one.machine, steps=1)
     with pytest.raises(TooLargeError, match="more than 1,000 flows and computations"):
-        simulate_shared([one, one], [(0, 1), (2, 3)], network, steps=50)
+        simulate_shared([one, one], [(0, 1), (2, 3)], network, one.machine, steps=50)

@@ -27,6 +27,7 @@ _FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
     (Job, False): (job, "a whole job"),
     (Job, True): (shared_jobs, "a whole job"),
     (Program, False): (program, "a program"),
+    (Program, True): (shared_jobs, "a program"),
 }
 
 
@@ -37,7 +38,7 @@ def faces(verb: str) -> list[Callable[..., None]]:
 
 def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
     """Have the face of the noun in these files carry out the verb. Raises `InputError` if it has no such face."""
-    found = read(paths)
+    found = read(paths, share=share)
     _, words = _FACES[found.kind, False]
     module, words = _FACES.get((found.kind, share), (None, words))
     face = getattr(module, verb, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from legato.ingest.traced import Notes
     from legato.whole_jobs.traced import ProgramStep
 
-__all__ = ["describe_program", "program_values", "simulate"]
+__all__ = ["describe_program", "program_values", "simulate", "step_values"]
 
 #: The links and the network, and how many workers the program is repeated on.
 _Machine = Annotated[Given, axes("links", "switches", "workers", cluster=False, values="each job")]
@@ -38,14 +38,14 @@ def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = N
     many = program if workers is None else repeated(program, workers)
     if fidelity == "flows":
         switches = {axis.field: value for axis, value in options.of("switches").items()}
-        step = simulated(many, machine, network_of(machine, _workers(many), **switches))
+        step = simulated(many, machine, network_of(machine, many.workers, **switches))
     else:
         step = predict(many, machine)
     known = all(one.traced_s is not None for one in many.communications)
     traced = replay(many) if known else None
     if json:
-        values = {"name": program.name, "gpus": _workers(many), "predicted": _values(step)}
-        values |= {"as_traced": None if traced is None else _values(traced), "traced_s": many.traced_s}
+        values = {"name": program.name, "gpus": many.workers, "predicted": step_values(step)}
+        values |= {"as_traced": None if traced is None else step_values(traced), "traced_s": many.traced_s}
         print_json(values)
         return
     inside, between = (format_bandwidth(8 * speed) for speed in (machine.link_bytes_per_s, machine.card_bytes_per_s))
@@ -56,24 +56,19 @@ def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = N
         f"two, and {format_seconds(machine.hop_s)} for each further one"
     )
     if many is not program:
-        copies = _workers(many) // _workers(program)
+        copies = many.workers // program.workers
         note(
             f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
             "communications of the kind data"
         )
     title = f"{describe_program(many)}{said(options)}, by {fidelity}"
-    print_parts(title, _parts(step), None if traced is None else ("as traced", _parts(traced)))
+    print_parts(title, step.parts, None if traced is None else ("as traced", traced.parts))
     if traced and many.traced_s:
         off = percent(traced.seconds / many.traced_s - 1, signed=True)
         note(f"measured: {format_seconds(many.traced_s)}; the step as traced is off by {off}")
 
 
-def _parts(step: ProgramStep) -> dict[str, float]:
-    rest = {"waiting for the host": step.idle_s, "waiting for other workers": step.late_s}
-    return {"computing": step.computing_s, **rest, **step.exposed_s}
-
-
-def _values(step: ProgramStep) -> dict[str, Any]:
+def step_values(step: ProgramStep) -> dict[str, Any]:
     """What `--json` prints of a step."""
     sent: dict[str, dict[str, float]] = {}
     for (kind, tier), nbytes in step.sent.items():
@@ -83,22 +78,18 @@ def _values(step: ProgramStep) -> dict[str, Any]:
     } | {"sent_nbytes": sent}
 
 
-def _workers(program: Program) -> int:
-    return sum(len(lane.workers) for lane in program.lanes)
-
-
 def describe_program(program: Program) -> str:
     """A program in words: its workers, and how many communications of each kind it has."""
     kinds = [one.kind for one in program.communications]
     told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    return f"{program.name} on {count(_workers(program), 'worker')} ({told or 'no communication'})"
+    return f"{program.name} on {count(program.workers, 'worker')} ({told or 'no communication'})"
 
 
 def program_values(program: Program, notes: Notes) -> dict[str, Any]:
     """What `--json` prints of an imported program."""
     return {
         "name": program.name,
-        "gpus": _workers(program),
+        "gpus": program.workers,
         "num_communications": len(program.communications),
         "kinds": list(dict.fromkeys(one.kind for one in program.communications)),
         "traced_s": program.traced_s,

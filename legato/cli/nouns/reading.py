@@ -38,11 +38,16 @@ class Files(Generic[Noun]):
         return self.nouns[0]
 
 
-def read(paths: list[Path]) -> Files[Any]:
-    """The nouns in these files: workloads, unless they say something else. Raises `InputError` on several kinds."""
+def read(paths: list[Path], *, share: bool = False) -> Files[Any]:
+    """The nouns in these files: workloads, unless they say something else.
+
+    Raises `InputError` on several kinds, but for whole jobs and programs that `share` a network.
+    """
     data = [files.load(path) for path in paths]
     kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]
     kind = min(kinds, key=list(_WORDS).index)
-    if other := next((path for path, own in zip(paths, kinds, strict=True) if own is not kind), None):
+    fitting = (Job, Program) if share and kind is Job else (kind,)
+    if other := next((path for path, own in zip(paths, kinds, strict=True) if own not in fitting), None):
         raise InputError(f"{other}: beside {_WORDS[kind]}s (expected one of them)")
-    return Files(paths, kind, [files.decode(one, kind, str(path)) for one, path in zip(data, paths, strict=True)])
+    nouns: list[Any] = [files.decode(one, own, str(path)) for one, own, path in zip(data, kinds, paths, strict=True)]
+    return Files(paths, kind, nouns)

@@ -1,4 +1,4 @@
-"""`legato simulate --share` of whole jobs: how long a step of each is beside the others, and what it then waits for."""
+"""`legato simulate --share` of whole jobs and programs: a step of each beside the others, and what it waits for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from legato.cli.nouns.job import OfMachine, caveats, said, values, waits
+from legato.cli.nouns.program import step_values
 from legato.cli.nouns.reading import Files
 from legato.cli.nouns.shared import Places
 from legato.cli.options import Fidelity, Iterations, Json, TimelineOutput, make_timelines, one_each, timeline_paths
@@ -18,12 +19,15 @@ from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
+from legato.core.program import Program
 from legato.core.quantities import parse_seconds
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
 
 if TYPE_CHECKING:
     from legato.whole_jobs.flow.shared import SharedStep
+    from legato.whole_jobs.step import Step
+    from legato.whole_jobs.traced import ProgramStep
 
 __all__ = ["simulate"]
 
@@ -32,7 +36,7 @@ _LEAST_SHARE = 0.001
 
 
 def simulate(
-    given: Files[Job],
+    given: Files[Any],
     /,
     machine: OfMachine,
     places: Places,
@@ -45,24 +49,32 @@ def simulate(
     from legato.simulator.flow.shared.placement import check_taken, place
     from legato.whole_jobs.flow.shared import STEPS, simulate_shared
     from legato.whole_jobs.flow.step import network_of
-    from legato.zoo.presets import with_links
+    from legato.whole_jobs.step import Step
+    from legato.zoo.presets import machine_named, with_links
 
     if len(given.nouns) == 1:
-        raise InputError("--share: means nothing for a whole job")
+        raise InputError(f"--share: means nothing for a {given.what}")
     if fidelity_of(fidelity, "flows") == "formulas":
         raise InputError("--share: means nothing by formulas (expected --fidelity flows)")
     if places.how == "together":
         raise InputError("--hosts: together (expected packed, spread or random: a GPU has one whole job)")
-    jobs = [replace(job, machine=with_links(job.machine, machine.fields())) for job in given.nouns]
-    sizes = [job.mesh.workers for job in jobs]
+    if output is not None and any(isinstance(one, Program) for one in given.nouns):
+        raise InputError("--output: a program has no timeline (expected whole jobs)")
+    jobs: list[Job | Program] = [
+        replace(job, machine=with_links(job.machine, machine.fields())) if isinstance(job, Job) else job
+        for job in given.nouns
+    ]
+    links = next((job.machine for job in jobs if isinstance(job, Job)), None)
+    links = links or with_links(machine_named("h100"), machine.fields())
+    sizes = [job.mesh.workers if isinstance(job, Job) else job.workers for job in jobs]
     switches = {axis.field: value for axis, value in machine.of("switches").items()}
-    network = network_of(jobs[0].machine, sum(sizes), **switches)
+    network = network_of(links, sum(sizes), **switches)
     taken = place(sizes, places.how, network)
     check_taken({gpu for own in taken for gpu in own}, network)
     shift_s = one_each("shift", places.shift, len(jobs), parse_seconds, 0.0)
     make_timelines(output, len(jobs), given.paths)
     steps = STEPS if iterations is None else iterations
-    window_s, found = simulate_shared(jobs, taken, network, steps=steps, shift_s=shift_s)
+    window_s, found = simulate_shared(jobs, taken, network, links, steps=steps, shift_s=shift_s)
     note_unseen({"shared": window_s}, network.disturbances)
     if output is not None:
         _write(output, found, said(machine).removeprefix(", "))
@@ -73,32 +85,33 @@ def simulate(
         print_json({"window_s": window_s, "slowdown": _slowdown(found), "jobs": rows})
         return
     for j, (name, one) in enumerate(zip(names, found, strict=True)):
-        if jobs.index(jobs[j]) == j:
+        if jobs.index(jobs[j]) == j and isinstance(one.alone, Step):
             for caveat in caveats(one.alone):
                 note(f"{name}: {caveat}")
-    where = f"{network.workers:,} x {jobs[0].machine.name}{said(machine)}"
-    print_table(_table(f"{count(len(jobs), 'job')} on {where}, {places.how}, by flows", names, found, window_s))
+    title = f"{count(len(jobs), 'job')} on {network.workers:,} x {links.name}{said(machine)}, {places.how}, by flows"
+    print_table(_table(title, names, sizes, found, window_s))
 
 
 def _slowdown(found: Sequence[SharedStep]) -> float:
     return fmean(one.slowdown for one in found)
 
 
-def _table(title: str, names: Sequence[str], found: Sequence[SharedStep], window_s: tuple[float, float]) -> Table:
+def _table(
+    title: str, names: Sequence[str], sizes: Sequence[int], found: Sequence[SharedStep], window_s: tuple[float, float]
+) -> Table:
     """A line for each job, and one for all."""
     table = Table("job", title=title, header_style="dim")
     for head in ("GPUs", "alone", "shared", "slowdown", "shortest", "longest", "steps"):
         table.add_column(head, justify="right")
     for head in ("waits for, alone", "waits for, shared", "longer, of the step alone"):
         table.add_column(head)
-    workers = [one.alone.job.mesh.workers for one in found]
-    for name, gpus, one in zip(names, workers, found, strict=True):
+    for name, gpus, one in zip(names, sizes, found, strict=True):
         alone, shared = format_seconds(one.alone.seconds), format_seconds(one.beside.seconds)
         cells = [f"{gpus:,}", alone, shared, f"{one.slowdown:.3f}x"]
         cells += [format_seconds(min(one.steps_s)), format_seconds(max(one.steps_s)), str(len(one.steps_s))]
         table.add_row(name, *cells, waits(one.alone.parts), waits(one.beside.parts), _longer(one))
     begin, end = map(format_seconds, window_s)
-    every = [f"all, from {begin} to {end}", f"{sum(workers):,}", "", "", f"{_slowdown(found):.3f}x"]
+    every = [f"all, from {begin} to {end}", f"{sum(sizes):,}", "", "", f"{_slowdown(found):.3f}x"]
     table.add_row(*every, style="bold")
     return table
 
@@ -113,9 +126,15 @@ def _row(name: str, shift_s: float, found: SharedStep) -> dict[str, Any]:
         "longest_s": max(found.steps_s),
         "steps": len(found.steps_s),
         "longer_s": found.longer_s,
-        "alone": values(found.alone),
-        "shared": values(found.beside),
+        "alone": _values(found.alone),
+        "shared": _values(found.beside),
     }
+
+
+def _values(step: Step | ProgramStep) -> dict[str, Any]:
+    from legato.whole_jobs.step import Step
+
+    return values(step) if isinstance(step, Step) else step_values(step)
 
 
 def _longer(found: SharedStep) -> str:
@@ -128,5 +147,6 @@ def _longer(found: SharedStep) -> str:
 def _write(folder: Path, found: list[SharedStep], network: str) -> None:
     paths = timeline_paths(folder, len(found))
     for path, one in zip(paths, found, strict=True):
-        files.write(path, one.longest.timeline(network))
+        if one.longest is not None:
+            files.write(path, one.longest.timeline(network))
     note(f"timelines of the longest steps -> {folder} (legato report {' '.join(map(str, paths))} shows them)")

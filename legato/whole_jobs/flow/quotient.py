@@ -40,8 +40,7 @@ class Quotient:
         self.groups = self._numbered_groups()
         self.found = [connections(topology, shape, groups) for groups, shape in self.groups]
         self.first = np.cumsum([0, *(len(groups) for groups, _ in self.groups)])
-        workers = sum(len(lane.workers) for lane in program.lanes)
-        self.lane_of = np.empty(workers, np.int64)
+        self.lane_of = np.empty(program.workers, np.int64)
         for k, lane in enumerate(program.lanes):
             self.lane_of[list(lane.workers)] = k
         uses = [one.uses + np.array([first, 0, 0]) for one, first in zip(self.found, self.first, strict=False)]

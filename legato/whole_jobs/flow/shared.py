@@ -13,20 +13,22 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from legato.core.errors import InputError
-from legato.core.job import Job
+from legato.core.job import Job, Machine
 from legato.core.program import Action, Communication, Compute, Lane, Program
 from legato.simulator.flow import Network
 from legato.whole_jobs.flow.programs import program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import LaneTimes, run_steps
-from legato.whole_jobs.flow.step import FlowStep, busiest, mean_step, seconds_of, sends_of
+from legato.whole_jobs.flow.step import FlowStep, busiest, mean_step, program_step, seconds_of, sends_of
 from legato.whole_jobs.step import Step
+from legato.whole_jobs.traced import ProgramStep
 
 __all__ = ["STEPS", "SharedStep", "simulate_shared", "together"]
 
@@ -46,16 +48,17 @@ Steps = list[list[LaneTimes]]
 class SharedStep:
     """A job's step alone, where nothing is disturbed, and beside the other jobs, the mean over those in the window.
 
-    Each is that of its busiest worker. Of the one beside the others, `longer_s` is by how much each part of the step is
-    longer than alone: `computing`, `bubble`, and each kind of communication. `steps_s` are the seconds of each step,
-    and `longest` is the longest one; its workers are those of the network.
+    Each is that of its busiest worker; of a program, it is the mean over its workers. Of the one beside the others,
+    `longer_s` is by how much each part of the step is longer than alone: `computing`, `bubble`, and each kind of
+    communication. `steps_s` are the seconds of each step, and `longest` is the longest one of a job; its workers are
+    those of the network.
     """
 
-    alone: Step
-    beside: Step
+    alone: Step | ProgramStep
+    beside: Step | ProgramStep
     longer_s: dict[str, float]
     steps_s: tuple[float, ...]
-    longest: FlowStep
+    longest: FlowStep | None
 
     @property
     def slowdown(self) -> float:
@@ -103,14 +106,16 @@ def _later(action: Action, first: int) -> Action:
 
 
 def simulate_shared(
-    jobs: Sequence[Job],
+    jobs: Sequence[Job | Program],
     places: Sequence[Sequence[int]],
     network: Network,
+    machine: Machine,
     *,
     steps: int = STEPS,
     shift_s: Sequence[float] = (),
 ) -> tuple[tuple[float, float], list[SharedStep]]:
-    """Simulate jobs on one network (`network_of`), and return the window, in seconds from the start, and their steps.
+    """Simulate jobs on one network of hosts of a machine (`network_of`), and return the window, in seconds from the
+    start, and their steps.
 
     Worker w of job j is GPU `places[j][w]`; the job begins after `shift_s[j]` seconds (at once without), and makes at
     least `steps` steps in the window. What a step is made of is as in `simulate`; so `pipeline` is by how much longer a
@@ -120,27 +125,35 @@ def simulate_shared(
     if not 1 <= steps <= _MOST_STEPS:
         raise InputError(f"iterations: {steps} (expected 1 to {_MOST_STEPS:,} steps)")
     for (number, job), field in product(enumerate(jobs, 1), _OF_NETWORK):
-        own, first = (getattr(one.machine, field) for one in (job, jobs[0]))
+        own, first = (getattr(job.machine if isinstance(job, Job) else machine, field), getattr(machine, field))
         if own != first:
-            raise InputError(f"job {number}, {job.name}: {field} {own:g} (expected {first:g}, as job 1 on one network)")
-    return _Shared(jobs, places, network, list(shift_s) or [0.0] * len(jobs)).steps(steps)
+            raise InputError(f"job {number}, {job.name}: {field} {own:g} (expected {first:g}, as on the network)")
+    return _Shared(jobs, places, network, machine, list(shift_s) or [0.0] * len(jobs)).steps(steps)
 
 
 class _Shared:
     """Jobs on a network, and on one that is not disturbed."""
 
     def __init__(
-        self, jobs: Sequence[Job], places: Sequence[Sequence[int]], network: Network, shift_s: list[float]
+        self,
+        jobs: Sequence[Job | Program],
+        places: Sequence[Sequence[int]],
+        network: Network,
+        machine: Machine,
+        shift_s: list[float],
     ) -> None:
         self.jobs, self.shift_s = jobs, shift_s
-        self.made = [program(job) for job in jobs]
+        self.made = [program(job) if isinstance(job, Job) else job for job in jobs]
         every = together(self.made, places, network.workers)
         quiet = replace(network, disturbances=())
-        quotients = {one: Quotient(every, jobs[0].machine, one) for one in {quiet, network}}
+        quotients = {one: Quotient(every, machine, one) for one in {quiet, network}}
         self.quiet, self.network = quotients[quiet], quotients[network]
         self.lanes = [range(*ends) for ends in pairwise(accumulate((len(one.lanes) for one in self.made), initial=0))]
         firsts = accumulate((len(one.communications) for one in self.made), initial=0)
-        self.sends = [{first + n for n in sends_of(one)} for first, one in zip(firsts, self.made, strict=False)]
+        self.sends = [
+            {first + n for n in sends_of(made)} if isinstance(job, Job) else set[int]()
+            for job, made, first in zip(jobs, self.made, firsts, strict=False)
+        ]
 
     def steps(self, steps: int) -> tuple[tuple[float, float], list[SharedStep]]:
         every = range(len(self.jobs))
@@ -156,17 +169,15 @@ class _Shared:
 
     def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
         """Of a job, of simulated steps, and of the same where its pipeline sends nothing."""
-        job, made = self.jobs[j], self.made[j]
+        job, made, steps_s = self.jobs[j], self.made[j], tuple(map(seconds_of, beside[0]))
+        if isinstance(job, Program):
+            first, mean = (_mean([program_step(job, lanes) for lanes in steps]) for steps, _ in (alone, beside))
+            return SharedStep(first, mean, _longer_s(first, mean), steps_s, None)
         lane = busiest(made, beside[0])
         first, same = (mean_step(job, made, *alone, own) for own in (busiest(made, alone[0]), lane))
-        mean, longest, before = mean_step(job, made, *beside, lane), max(beside[0], key=seconds_of), same.parts
-        return SharedStep(
-            first,
-            mean,
-            {part: seconds - before[part] for part, seconds in mean.parts.items()},
-            tuple(map(seconds_of, beside[0])),
-            FlowStep(replace(mean, seconds=seconds_of(longest)), made, longest, lane),
-        )
+        mean, longest = mean_step(job, made, *beside, lane), max(beside[0], key=seconds_of)
+        drawn = FlowStep(replace(mean, seconds=seconds_of(longest)), made, longest, lane)
+        return SharedStep(first, mean, _longer_s(same, mean), steps_s, drawn)
 
     def _free(self, j: int, quotient: Quotient, counts: list[int]) -> Steps:
         """The steps of a job where its own pipeline sends nothing; none if it has no pipeline."""
@@ -200,6 +211,16 @@ class _Shared:
                 return window, found
             each_s = [(own[-1] - own[0]) / count for own, count in zip(ends_s, counts, strict=True)]
             early = [own[-1] <= window.end_s * (1 + _ROUNDING) for own in ends_s]
+
+
+def _longer_s(alone: Step | ProgramStep, beside: Step | ProgramStep) -> dict[str, float]:
+    return {part: seconds - alone.parts[part] for part, seconds in beside.parts.items()}
+
+
+def _mean(steps: Sequence[ProgramStep]) -> ProgramStep:
+    computing, idle, late, *kinds = (fmean(own) for own in zip(*(one.parts.values() for one in steps), strict=True))
+    exposed_s = dict(zip(steps[0].exposed_s, kinds, strict=True))
+    return ProgramStep(fmean(one.seconds for one in steps), computing, idle, late, exposed_s, {})
 
 
 def _window_of(ends_s: list[list[float]], begin_s: float, counts: list[int]) -> _Window:

@@ -23,7 +23,10 @@ from legato.whole_jobs.flow.simulation import LaneTimes, run
 from legato.whole_jobs.step import Step, beyond_rounding, predict
 from legato.whole_jobs.traced import ProgramStep, Walk
 
-__all__ = ["FlowStep", "busiest", "mean_step", "network_of", "seconds_of", "sends_of", "simulate", "simulate_program"]
+__all__ = [
+    "FlowStep", "busiest", "mean_step", "network_of", "program_step", "seconds_of", "sends_of", "simulate",
+    "simulate_program",
+]  # fmt: skip
 
 #: A timeline is for looking at.
 _MOST_DRAWN = 32
@@ -165,9 +168,13 @@ def simulate_program(made: Program, machine: Machine, network: Network) -> Progr
 
     Raises as `simulate` does.
     """
-    workers = sum(len(lane.workers) for lane in made.lanes)
-    _check_room(network, workers)
-    lanes = run(Quotient(made, machine, network))
+    _check_room(network, made.workers)
+    step = program_step(made, run(Quotient(made, machine, network)))
+    return replace(step, sent=traced.predict(made, machine).sent)
+
+
+def program_step(made: Program, lanes: Sequence[LaneTimes]) -> ProgramStep:
+    """A simulated step of a program, without what it sends."""
 
     def walks() -> Iterator[Walk]:
         for lane in lanes:
@@ -176,7 +183,7 @@ def simulate_program(made: Program, machine: Machine, network: Network) -> Progr
             spans = zip(lane.times.items(), started, strict=True)
             yield len(lane.workers), ((actions[at], *times, started_s) for (at, times), started_s in spans)
 
-    return replace(traced.means(made, seconds_of(lanes), walks()), sent=traced.predict(made, machine).sent)
+    return traced.means(made, seconds_of(lanes), walks())
 
 
 def _check_room(network: Network, workers: int) -> None:
