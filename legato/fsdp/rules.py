@@ -106,19 +106,9 @@ def _resolved(
     return Resolved(held, first, last, reshard, in_backward, gathered, scattered, gradients)
 
 
-def run(
-    units: Sequence[Unit],
-    wrapping: Wrapping,
-    costs: Costs,
-    precision: Precision,
-    *,
-    ends_backward: bool = True,
-) -> Step:
-    """One step of training under a wrapping, from the end of the optimizer to the end of the last reduction.
-
-    With `ends_backward` false, `set_is_last_backward(False)` holds for all micro-batches but the last.
-    """
-    return _Rules(units, wrapping, costs, precision, ends_backward).step()
+def run(units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision) -> Step:
+    """One step of training under a wrapping, from the end of the optimizer to the end of the last reduction."""
+    return _Rules(units, wrapping, costs, precision).step()
 
 
 def program_of(
@@ -134,7 +124,7 @@ def program_of(
 
     The optimizer takes `update_s` seconds at the end. The host's own time is left out.
     """
-    made = _Rules(units, wrapping, msgspec.structs.replace(costs, host_s=0.0), precision, ends_backward=True)
+    made = _Rules(units, wrapping, msgspec.structs.replace(costs, host_s=0.0), precision)
     made.write()
     made.actions.append(Compute(update_s, "optimizer"))
     workers = range(costs.ranks * wrapping.replicas)
@@ -194,10 +184,8 @@ class _Shared:
 class _Rules:
     """The program and the memory of one step, while they are written."""
 
-    def __init__(
-        self, units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision, ends_backward: bool
-    ) -> None:
-        self.units, self.wrapping, self.costs, self.ends_backward = units, wrapping, costs, ends_backward
+    def __init__(self, units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision) -> None:
+        self.units, self.wrapping, self.costs = units, wrapping, costs
         self.casts = precision.gathered != precision.stored
         self.upcasts = precision.reduced != precision.gathered
         self.groups = resolve(units, wrapping)
@@ -240,7 +228,6 @@ class _Rules:
                 reduce=final or sync != "last",
                 everywhere=final or sync in ("each", "gathered-once"),
                 reshard=final or sync != "gathered-once",
-                ends=final or self.ends_backward,
             )
 
     def lane(self) -> list[Action]:
@@ -308,7 +295,7 @@ class _Rules:
 
     # The backward pass
 
-    def _backward(self, *, reduce: bool, everywhere: bool, reshard: bool, ends: bool) -> None:
+    def _backward(self, *, reduce: bool, everywhere: bool, reshard: bool) -> None:
         done = set()
         trained = [u for u, unit in enumerate(self.units) if unit.trained]
         reached = min(trained, default=len(self.units))  # no gradient is needed before it
@@ -325,8 +312,7 @@ class _Rules:
         for k in self._by_name():
             if k not in done:
                 self._after_backward(k, reduce, everywhere, reshard)
-        if ends:
-            self._end_backward()
+        self._end_backward()
 
     def _unit_backward(self, u: int) -> None:
         for k in reversed(self.last[u]):
@@ -342,11 +328,11 @@ class _Rules:
 
     def _by_name(self) -> list[int]:
         """All groups in the order of `named_modules()`: the root first, the others as their first modules are named."""
-        named = sorted((k for k in range(len(self.groups)) if k != self.root), key=lambda k: self._named(k))
+        named = sorted(
+            (k for k in range(len(self.groups)) if k != self.root),
+            key=lambda k: min(self.units[u].named for u in self.groups[k].units),
+        )
         return ([self.root] if self.root >= 0 else []) + named
-
-    def _named(self, k: int) -> int:
-        return min(self.units[u].named for u in self.groups[k].units)
 
     def _before_backward(self, k: int) -> None:
         self._hook()

@@ -73,7 +73,6 @@ class Case:
     named: list
     frozen: set
     wrapping: Wrapping
-    ends_backward: bool
     precision: Precision = field(default_factory=Precision)
 
     def units(self):
@@ -91,7 +90,7 @@ class Case:
     def predicted(self):
         cost = LinearCost(0.1, 0.01)
         costs = Costs(2, cost, cost, cost)
-        return run(self.units(), self.wrapping, costs, self.precision, ends_backward=self.ends_backward)
+        return run(self.units(), self.wrapping, costs, self.precision)
 
 
 def random_case(seed, width, mixed=False):
@@ -122,7 +121,7 @@ def random_case(seed, width, mixed=False):
     depths = draw.choice([0, 0, 1, 2, 3]), draw.choice([0, 0, 1, 2, 3])
     wrapping = Wrapping("random", tuple(groups), *depths, draw.choice([1, 1, 2, 3]), 1, micro_batches, sync)
     precision = Precision(4, 2, 4) if mixed else Precision()
-    return Case(count, width * draw.randint(1, 3), tables, named, frozen, wrapping, draw.random() < 0.6, precision)
+    return Case(count, width * draw.randint(1, 3), tables, named, frozen, wrapping, precision)
 
 
 def wrapped(case, **options):
@@ -153,7 +152,6 @@ def wrapped(case, **options):
             pass
         for batch in range(wrapping.micro_batches):
             last = batch == wrapping.micro_batches - 1
-            model.set_is_last_backward(last or case.ends_backward)
             model.set_requires_gradient_sync(last or wrapping.sync == "each")
             model(x).sum().backward()
 

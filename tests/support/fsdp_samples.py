@@ -17,7 +17,7 @@ COMPUTE, GATHER, SCATTER, REPLICAS = 7, 20, 21, 22
 
 def trace(units, wrapping, costs, precision, *, rank=0, workers=None, number=3):
     """(the text of a trace, the step that the rules predict)."""
-    rules = _Rules(units, wrapping, costs, precision, True)
+    rules = _Rules(units, wrapping, costs, precision)
     step = rules.step()
     run = _Traced(units, wrapping, costs, precision, Recorder(rank, workers or costs.ranks), rules.moments, step.pieces)
     run.write()
@@ -38,7 +38,7 @@ def random_wrapping(seed, units):
 
 class _Traced(_Rules):
     def __init__(self, units, wrapping, costs, precision, recorder, moments, pieces):
-        super().__init__(units, wrapping, costs, precision, True)
+        super().__init__(units, wrapping, costs, precision)
         self.recorder, self.precision, self.moments, self.pieces = recorder, precision, moments, pieces
         self.now = TICK_US  # of the host
         self.batch, self.callback = 0, None
