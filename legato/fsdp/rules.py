@@ -240,14 +240,12 @@ class _Rules:
     def step(self) -> Step:
         self.write()
         lane, costs = self.lane(), self.costs
-        cost_of = {"wire": costs.gather, "host": costs.gather_in_host, "replicas": costs.all_reduce}
-        priced = [
-            (one, costs.scatter if one.kind == "reduce_scatter" else cost_of.get(one.line)) for one in self.collectives
-        ]
+        cost_of = {"reduce_scatter": costs.scatter, "all_reduce": costs.all_reduce, "host": costs.gather_in_host}
+        priced = [(one, cost_of.get(one.kind) or cost_of.get(one.line) or costs.gather) for one in self.collectives]
         times = clock(
             [lane, self.host],
             [one.line for one in self.collectives],
-            [cost.cost(one.nbytes) if cost else 0.0 for one, cost in priced],
+            [cost.cost(one.nbytes) if one.line != "issue" else 0.0 for one, cost in priced],
             {one.number: one.after for one in self.collectives if one.after is not None},
         )
         ends = [end for action, end in zip(lane, times.actions[0], strict=True) if not isinstance(action, Start)]
@@ -364,8 +362,7 @@ class _Rules:
                 self._allocate(0 if state.accumulated else group.scattered)
             state.accumulated = group.gradients > 0
             return
-        while len(self.buffers) >= self.wrapping.buffers:
-            self._reduced(*self.buffers.popleft())
+        self._wait_for_buffers(self.wrapping.buffers - 1)
         if not group.gradients:
             return
         self._wait(state.reduction)
@@ -383,11 +380,10 @@ class _Rules:
         group, state = self.groups[k], self.state[k]
         if state.reduction is None:
             self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays
-        number = self._begin("reduce_scatter", "wire", k, group.scattered)
+        state.reduction = number = self._begin("reduce_scatter", "wire", k, group.scattered)
         self.buffers.append((number, group.scattered))
         if self.costs.all_reduce is not None and everywhere:
-            number = self._begin("all_reduce", "replicas", k, group.scattered // self.costs.ranks, number)
-        state.reduction = number
+            state.reduction = self._begin("all_reduce", "replicas", k, group.scattered // self.costs.ranks, number)
 
     def _end_backward(self) -> None:
         for k, state in enumerate(self.state):
@@ -398,9 +394,14 @@ class _Rules:
                 state.pending = None
             state.passed.clear()
         self.forward_order.clear()
-        for buffer in self.buffers:
-            self._reduced(*buffer)
-        self.buffers.clear()
+        self._wait_for_buffers(0)
+
+    def _wait_for_buffers(self, most: int) -> None:
+        """Wait until at most so many reductions are in flight, and free the inputs of the others."""
+        while len(self.buffers) > most:
+            number, nbytes = self.buffers.popleft()
+            self._wait(number)
+            self._free(nbytes)
 
     # What both passes do
 
@@ -447,8 +448,7 @@ class _Rules:
 
     def _compute(self, kind: str, u: int, seconds: float, *, gradients: int = 0) -> None:
         if self.hook_s:
-            self._collective(_Issued(kind, u, 0, 0, line="issue"))
-            self._wait(self.collectives[-1].number)
+            self._wait(self._collective(_Issued(kind, u, 0, 0, line="issue")))
         self.actions.append(Compute(seconds, self.units[u].path))
         self.issued.append(_Issued(kind, u, 0, len(self.actions) - 1, len(self.actions)))
         self._allocate(gradients)
@@ -462,10 +462,6 @@ class _Rules:
         if number is not None:
             self.actions.append(Wait(number))
 
-    def _reduced(self, number: int, nbytes: int) -> None:
-        self._wait(number)
-        self._free(nbytes)
-
     def _gather_later(self, place: int) -> None:
         """Gathers that are issued from now on begin at this place of the program, or later."""
         self.gather_from = max(self.gather_from, place)
@@ -477,14 +473,14 @@ class _Rules:
             place = self.gather_from = max(self.gather_from, self.wire_from if line == "wire" else 0)
         elif line == "wire":
             self.wire_from = place
-        self._collective(_Issued(kind, k, nbytes, place, line=line, after=after))
-        self.issued.append(self.collectives[-1])
-        return self.collectives[-1].number
+        number = self._collective(_Issued(kind, k, nbytes, place, line=line, after=after))
+        self.issued.append(self.collectives[number])
+        return number
 
-    def _collective(self, one: _Issued) -> None:
-        number = len(self.collectives)
-        self.collectives.append(one._replace(number=number))
-        self.host += [Start(number)] if self.hook_s else []
+    def _collective(self, one: _Issued) -> int:
+        self.collectives.append(one._replace(number=len(self.collectives)))
+        self.host += [Start(self.collectives[-1].number)] if self.hook_s else []
+        return self.collectives[-1].number
 
     def _hook(self) -> None:
         self.host += [Compute(self.hook_s)] if self.hook_s else []

@@ -9,9 +9,10 @@ from typing import Any
 
 from legato.collectives import RING
 from legato.core.job import Job, Machine, WorkerGroup
+from legato.core.program import Operation
 from legato.zoo.language.work import Exchange, Work
 
-__all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "cost_of", "cost_of_work", "send"]
+__all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "cost_of", "cost_of_work", "price", "send"]
 
 COMPUTING = "computing"
 #: The kinds of communication, and the step of the optimizer.
@@ -66,15 +67,22 @@ def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
 
 def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:
     """The exchanges of a stage's workers one after another, each with the network for itself."""
-    return reduce(Cost.__add__, (_cost(job, stage, one) for one in exchanges), Cost())
+    each = (
+        price(one.kind, one.operation, job.machine, job.group(*one.dimensions, stage=stage), one.nbytes) * one.times
+        for one in exchanges
+    )
+    return reduce(Cost.__add__, each, Cost())
 
 
-def _cost(job: Job, stage: int, one: Exchange) -> Cost:
-    group = job.group(*one.dimensions, stage=stage)
-    if one.operation == "all_to_all":
-        return all_to_all(one.kind, job.machine, group, one.nbytes) * one.times
-    halves = 2 if one.operation == "all_reduce" else 1
-    return collective(one.kind, job.machine, group, one.nbytes, halves) * one.times
+def price(kind: str, operation: Operation, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
+    """A communication in a group, with `nbytes` as a `Communication` has them."""
+    if operation == "send":
+        return send(kind, machine, nbytes, group.hosts > 1)
+    if operation == "all_to_all":
+        return all_to_all(kind, machine, group, nbytes)
+    if operation == "broadcast":  # a ring carries each byte once over each of its links
+        nbytes *= group.size / (group.size - 1)
+    return collective(kind, machine, group, nbytes, 2 if operation == "all_reduce" else 1)
 
 
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:

@@ -20,7 +20,7 @@ from legato.core.cluster import LinearCost
 from legato.core.errors import InputError
 from legato.core.job import Machine, WorkerGroup
 from legato.core.program import Action, Communication, Compute, Lane, Program, Wait, clock
-from legato.whole_jobs.cost import Cost, all_to_all, collective, send
+from legato.whole_jobs.cost import Cost, price
 
 __all__ = ["ProgramStep", "Traffic", "means", "predict", "repeated", "replay", "run", "traffic"]
 
@@ -141,17 +141,8 @@ def _shapes(groups: Sequence[Sequence[int]], machine: Machine) -> set[WorkerGrou
 
 def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -> Cost:
     """The cost of a communication in the slowest of its groups, which have these shapes."""
-
-    def of(shape: WorkerGroup) -> Cost:
-        if one.operation == "send":
-            return send(one.kind, machine, one.nbytes, shape.hosts > 1)
-        if one.operation == "all_to_all":
-            return all_to_all(one.kind, machine, shape, one.nbytes)
-        if one.operation == "broadcast":  # a ring carries each byte once over each of its links
-            return collective(one.kind, machine, shape, one.nbytes * shape.size / (shape.size - 1))
-        return collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1)
-
-    return max(map(of, shapes), key=lambda cost: cost.total_s)
+    costs = (price(one.kind, one.operation, machine, shape, one.nbytes) for shape in shapes)
+    return max(costs, key=lambda cost: cost.total_s)
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:

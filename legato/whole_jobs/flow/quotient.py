@@ -54,16 +54,12 @@ class Quotient:
 
     def _numbered_groups(self) -> list[tuple[Any, str]]:
         """All tuples of groups with a shape."""
-        known: dict[tuple[int, str], int] = {}  # many communications have the same groups
-        numbers: dict[tuple[Any, str], int] = {}
-        self.number_of: list[int] = []
+        communications, numbers = self.program.communications, dict[tuple[int, str], int]()
         self.order_of, self.afters = self.program.orders(), self.program.afters()
-        for one in self.program.communications:
-            key = (id(one.groups), shape_of(one.operation))
-            if key not in known:
-                known[key] = numbers.setdefault((one.groups, key[1]), len(numbers))
-            self.number_of.append(known[key])
-        return list(numbers)
+        keys = [(order, shape_of(one.operation)) for order, one in zip(self.order_of, communications, strict=True)]
+        self.number_of = [numbers.setdefault(key, len(numbers)) for key in keys]
+        groups = dict(zip(keys, (one.groups for one in communications), strict=True))
+        return [(groups[key], key[1]) for key in numbers]
 
     def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:
         """Workers differ by lane and disturbance, links by rate and disturbance, groups by what they are groups of."""
