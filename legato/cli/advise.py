@@ -71,7 +71,7 @@ def advise(
     known = Transfers(transfer or ())
     with progress("reading") as advance:
         jobs = import_jobs(in_folders(traces, note), rank=rank, step=step, known=known, progress=advance)
-    found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]
+    found = [judge(job, _network(job, network), network.axes.get("workers")) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:
         _write(output, jobs, found, changed)
@@ -94,10 +94,10 @@ def _network(job: Imported, given: Given) -> Cluster | None:
     given.refuse_beside_file()
     if given.file is not None:
         return files.read(given.file, Cluster)
-    workers, bandwidth, latency = (given.axes[name] for name in ("workers", "bandwidth", "latency"))
-    if bandwidth is None and latency is not None:
+    workers, bandwidth, latency = (given.axes.get(name) for name in ("workers", "bandwidth", "latency"))
+    if bandwidth is None and latency is not None and given.name is None:
         raise InputError("--latency without --bandwidth (expected both or neither)")
-    if bandwidth is None:
+    if bandwidth is None and given.name is None:
         return None
     count = workers or job.replicas
     if count is None or count < 2:

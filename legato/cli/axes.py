@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from legato.cli.options import ClusterFile, Collective, Group, quantity, split
+from legato.cli.options import ClusterFile, Collective, Group, MachineName, quantity, split
+from legato.cli.output import note
 from legato.collectives import COLLECTIVES
 from legato.core import files
 from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
 from legato.core.cluster import PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError
-from legato.core.text import count
+from legato.core.job import Machine
+from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds
+from legato.zoo.presets import cluster_of, links_of, machine_named, with_links
 
 if TYPE_CHECKING:
     from legato.simulator.flow import Network
@@ -32,6 +35,8 @@ __all__ = [
     "NetworkOptions",
     "SweptOptions",
     "axes",
+    "describe_links",
+    "note_machine",
     "option",
 ]
 
@@ -78,33 +83,50 @@ def _parameter(axis: Axis, values: _Values = "one", **own: Any) -> Parameter:
 
 
 _CLUSTER = Parameter("cluster", Parameter.KEYWORD_ONLY, default=None, annotation=ClusterFile)
+_MACHINE = Parameter("machine", Parameter.KEYWORD_ONLY, default=None, annotation=MachineName)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the options say of a network: a cluster file, and the axes that were typed, by name."""
+    """What the options say of a network: a cluster file or a machine, and the axes that were typed, by name."""
 
     file: Path | None
+    name: str | None
     axes: dict[str, Any]
 
     @classmethod
-    def made(cls, cluster: Path | None = None, **axes: Any) -> Given:
-        return cls(cluster, axes)
+    def made(cls, cluster: Path | None = None, machine: str | None = None, **axes: Any) -> Given:
+        return cls(cluster, machine, axes)
 
     def replace(self, **axes: Any) -> Given:
         """The same with other values on these axes."""
-        return Given(self.file, {name: value for name, value in (self.axes | axes).items() if value is not None})
+        every = (self.axes | axes).items()
+        return Given(self.file, self.name, {name: value for name, value in every if value is not None})
 
     @property
     def files(self) -> list[Path]:
         """The files that are read."""
-        return [] if self.file is None else [self.file]
+        name = self.name or ""
+        return [*([] if self.file is None else [self.file]), *([Path(name)] if name.endswith(".json") else [])]
+
+    def named(self) -> Machine | None:
+        """The machine that is named, if one is. Raises `InputError` on an unknown name."""
+        return None if self.name is None else machine_named(self.name)
+
+    def on(self, usual: Machine) -> Machine:
+        """The machine that is named, or else the usual one, with the links that were typed."""
+        return with_links(self.named() or usual, self.fields())
+
+    def machine(self) -> Machine | None:
+        """The same where one is named."""
+        found = self.named()
+        return None if found is None else self.on(found)
 
     def refuse_beside_file(self) -> None:
         """Raise `InputError` if there is a cluster file, and also what it replaces."""
-        for name in self.axes:
-            if self.file is not None and BY_NAME[name].in_cluster:
-                raise InputError(f"--cluster and --{name}: give one or the other")
+        typed = [*(["machine"] if self.name else []), *(name for name in self.axes if BY_NAME[name].in_cluster)]
+        if self.file is not None and typed:
+            raise InputError(f"--cluster and --{typed[0]}: give one or the other")
 
     def typed(self, *parts: str) -> list[Axis]:
         """Those axes of these parts (`Axis.part`) that were typed."""
@@ -112,7 +134,7 @@ class Given:
 
     def of(self, *parts: str) -> dict[Axis, Any]:
         """The values on these axes."""
-        return {axis: self._value(axis) for axis in self.typed(*parts)}
+        return {axis: _parsed(axis, self.axes[axis.name]) for axis in self.typed(*parts)}
 
     def fields(self) -> dict[str, Any]:
         """The same of all that a machine and what connects it have, by field."""
@@ -120,7 +142,7 @@ class Given:
 
     def several_of(self, *parts: str) -> dict[Axis, tuple[Any, ...]]:
         """The same of a sweep."""
-        return {axis: tuple(self._values(axis)) for axis in self.typed(*parts)}
+        return {axis: tuple(Given(None, None, self.axes)._values(axis)) for axis in self.typed(*parts)}
 
     def machines(self, collective: str | None = None) -> Machines:
         """The machines that the options describe; their default collective is the one asked for."""
@@ -129,25 +151,28 @@ class Given:
             found = files.read(self.file, Cluster)
             found.cost(collective)  # an unknown collective is an error that names the known ones
             return Machines(found, self.file)
+        machine = self.machine()
+        if machine is not None and not self.axes.get("servers"):
+            found = cluster_of(machine, self.value("workers"))
+            found.cost(collective)
+            return Machines(found, None, machine)
         values = {axis.field: self._value(axis) for axis in NETWORK if axis.in_cluster}
         values["servers"] = self.axes.get("servers") or 0
         known = [collective] if collective else [PARAMETER_SERVER] if values["servers"] else list(COLLECTIVES)
-        return Machines(Cluster.derive(**values, collectives=known), None)
+        return Machines(Cluster.derive(**values, collectives=known), None, machine)
 
     def values(self, cluster: Cluster) -> dict[str, Any]:
         """The value of every axis of the network, by field, where this is the cluster."""
-        found = {axis.field: self._value(axis) for axis in NETWORK if not axis.in_cluster}
-        return found | _of_cluster(cluster)
+        found = {axis.field: self._value(axis) for axis in NETWORK}
+        return found if self.file is None else found | _of_cluster(cluster)
 
     def several(self) -> dict[str, tuple[Any, ...]]:
         """The values of every axis of a sweep's networks, by field."""
         self.refuse_beside_file()
+        found = {axis.field: tuple(self._values(axis)) for axis in NETWORK}
         if self.file is None:
-            return {axis.field: tuple(self._values(axis)) for axis in NETWORK}
-        of_file = _of_cluster(files.read(self.file, Cluster))
-        return {
-            axis.field: (of_file[axis.field],) if axis.in_cluster else tuple(self._values(axis)) for axis in NETWORK
-        }
+            return found
+        return found | {field: (value,) for field, value in _of_cluster(files.read(self.file, Cluster)).items()}
 
     def value(self, name: str) -> Any:
         """The value on this axis."""
@@ -155,19 +180,29 @@ class Given:
 
     def _value(self, axis: Axis) -> Any:
         value = self.axes.get(axis.name)
-        return axis.usual if value is None else _parsed(axis, value)
+        return self._reached(axis, None if value is None else _parsed(axis, value))
+
+    def _reached(self, axis: Axis, value: Any) -> Any:
+        """What a network reaches on this axis where this, or nothing, is stated: of a machine's rates a share."""
+        machine = self.named()
+        links = {} if machine is None else links_of(machine)
+        stated, share = links.get(axis.field, (axis.usual, 1))
+        value = stated if value is None else value
+        return value if share == 1 else value * share
 
     def _values(self, axis: Axis) -> list[Any]:
         value = self.axes.get(axis.name)
         if value is None:
-            return [axis.usual]
-        if axis.repeated:
-            return [_parsed(axis, text) for text in value]
-        if not axis.column:
-            return [_parsed(axis, value)]
-        if axis.parse is not None:
-            return _quantities(axis, value)
-        return (_whole if axis.type is int else _factors)(f"--{_flag(axis.name)}", value)
+            found = [None]
+        elif axis.repeated:
+            found = [_parsed(axis, text) for text in value]
+        elif not axis.column:
+            found = [_parsed(axis, value)]
+        elif axis.parse is not None:
+            found = _quantities(axis, value)
+        else:
+            found = (_whole if axis.type is int else _factors)(f"--{_flag(axis.name)}", value)
+        return [self._reached(axis, one) for one in found]
 
 
 def _parsed(axis: Axis, value: Any) -> Any:
@@ -217,7 +252,8 @@ def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict
     """
     chosen = [axis for axis in NETWORK if not names or axis.name in names or axis.part in names]
     parameters = [_parameter(axis, values, **own.get(axis.name, {})) for axis in chosen]
-    return Group([*([_CLUSTER] if cluster else []), *parameters], Given.made)
+    machine = [_MACHINE] if any(axis.part == "links" for axis in chosen) else []
+    return Group([*([_CLUSTER] if cluster else []), *machine, *parameters], Given.made)
 
 
 #: All options about the network of `simulate`, and about the networks of `sweep`.
@@ -234,14 +270,17 @@ FabricOptions = Annotated[dict[str, Any], Group([_parameter(axis) for axis in FA
 
 
 class Machines(NamedTuple):
-    """The cluster that the options describe, and the file it comes from, if any."""
+    """The cluster that the options describe, and the file or the machine it comes from, if any."""
 
     cluster: Cluster
     file: Path | None
+    machine: Machine | None = None
 
     def describe(self, collective: str | None = None) -> str:
         """The network in words, for the title of a table of plans."""
         cluster, name = self.cluster, collective or self.cluster.default_collective
+        if self.machine is not None:
+            return f"{self._workers}, {describe_links(self.machine)}, {name}"
         if self.file is None or cluster.bandwidth_bps is not None:
             link = self._link(cluster.bandwidth_bps, cluster.latency_s, cluster.sending_s)
             return f"{self._prefix}{self._workers}, {link}, {name}"
@@ -250,7 +289,9 @@ class Machines(NamedTuple):
     def describe_link(self, network: Network) -> str:
         """The network in words, for the title of a table of simulations."""
         measured = (
-            "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
+            ""
+            if self.file is None or self.cluster.bandwidth_bps is not None
+            else f" (as measured: {self.cluster.default_collective})"
         )
         link = f"{self._link(network.bandwidth_bps, network.latency_s, network.sending_s)}{measured}"
         return f"{self._prefix}{', '.join([self._workers, link, *_beyond_one_switch(network)])}"
@@ -311,7 +352,25 @@ class Kinds:
 
     def machines(self, network: Given) -> Machines:
         """The machines, with those collectives that the backend carries out."""
+        known = {"workers", *(axis.name for axis in network.typed("links"))}
+        if network.name and (others := [name for name in network.axes if name not in known]):
+            raise InputError(f"--{_flag(others[0])}: with --machine (expected one of the two)")
         machines = network.machines(self.collective)
         if self.backend is None and (network.file is not None or self.collective is not None):
             return machines
         return machines._replace(cluster=machines.cluster.for_backend(self.backend or "any"))
+
+
+def note_machine(machine: Machine | None) -> None:
+    """Say what the links of a machine are, if there is one."""
+    if machine is not None:
+        note(describe_links(machine))
+
+
+def describe_links(machine: Machine) -> str:
+    """The links of a machine in words."""
+    card, link = (format_bandwidth(8 * rate) for rate in (machine.card_bytes_per_s, machine.link_bytes_per_s))
+    return (
+        f"hosts of {machine.gpus_per_host} x {machine.name}: {card} a GPU and {link} inside hosts (nominal rates, of "
+        f"which {percent(machine.card_share, 0)} and {percent(machine.link_share, 0)} are reached)"
+    )

@@ -33,7 +33,7 @@ def fit_machine(
     """Fit the efficiency of a machine to measured steps of whole jobs on it.
 
     One or two steps are enough. With more of them, each is also predicted from the others. The commands workload and
-    layouts take the file as --device.
+    layouts take the file as --machine.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """

@@ -38,7 +38,6 @@ class Searched:
 
     gpus: int | None = setting(None, "GPUs of the job.")
     batch: int | None = setting(None, "Sequences of a step, of all replicas.")
-    device: str = setting("h100", "GPU: a100, h100, h100-500w or b200; or a file that fit-machine wrote.")
     preset: str = setting("megatron-core", "Framework: megatron-core, torchtitan or megatron-2021.")
     memory: str | None = setting(None, "Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
     number: int = setting(10, "Number of layouts to show.")
@@ -46,13 +45,13 @@ class Searched:
     def find(self, name: str, shape: Shape, links: Given) -> Layouts:
         """The fastest layouts. Raises `InputError` on what is missing, and if none fits in memory."""
         from legato.whole_jobs.layouts import fastest
-        from legato.zoo.presets import framework_named, machine_named, with_links
+        from legato.zoo.presets import framework_named, machine_named
 
         for option in ("gpus", "batch", "number"):
             value = getattr(self, option)
             if value is None or value < 1:
                 raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
-        machine = with_links(machine_named(self.device), links.fields())
+        machine = links.on(machine_named("h100"))
         allowed: float = _MEMORY_SHARE * machine.memory_nbytes
         if self.memory is not None:
             allowed = quantity("memory", self.memory, parse_bytes)
@@ -87,7 +86,7 @@ def _search(
     ] = None,
 ) -> None:
     """The fastest layouts of a model."""
-    keep_apart([Path(what.device)], output=output, report=how.report)
+    keep_apart(links.files, output=output, report=how.report)
     check_file("report", how.report, ".html")
     found = what.find(name, shape, links)
     if output is not None:

@@ -31,6 +31,7 @@ __all__ = [
     "Interrupted",
     "Iterations",
     "Json",
+    "MachineName",
     "Options",
     "PlanOutput",
     "PlanTimeline",
@@ -69,6 +70,18 @@ ClusterFile = Annotated[
         metavar="C.json",
         help="A cluster file, as legato calibrate writes it, instead of workers, bandwidth, latency and so on.",
         rich_help_panel="Network",
+    ),
+]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        "--device",
+        metavar="NAME|FILE",
+        help="GPUs, links and hosts: a100, h100, h100-500w or b200, or a file that fit-machine wrote. Other options "
+        "change its links.",
+        rich_help_panel="Network",
+        show_default="none; a job's own; h100",
     ),
 ]
 Collective = Annotated[

@@ -12,16 +12,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from legato.core import files
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import unknown_name
-from legato.core.job import Framework, Machine
+from legato.core.job import Framework, Machine, WorkerGroup
 from legato.zoo.device import Device
 
 __all__ = [
     "DEVICES",
     "FRAMEWORKS",
     "MACHINES",
+    "cluster_of",
     "device_named",
     "framework_named",
+    "links_of",
     "machine_named",
     "with_links",
 ]
@@ -134,3 +137,20 @@ def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
             case "latency_s":
                 found |= {field: value, "network_latency_s": value, "hop_s": 0.0}
     return replace(machine, **found)
+
+
+def links_of(machine: Machine) -> dict[str, tuple[float, float]]:
+    """The links of a machine as values on axes of a network, by field: what is stated, and which share is reached."""
+    return {
+        "bandwidth_bps": (8 * machine.card_bytes_per_s, machine.card_share),
+        "local_bandwidth_bps": (8 * machine.link_bytes_per_s, machine.link_share),
+        "gpus_per_host": (machine.gpus_per_host, 1),
+        "latency_s": (machine.hop_s, 1),
+    }
+
+
+def cluster_of(machine: Machine, workers: int) -> Cluster:
+    """Workers that fill hosts of a machine, and what they take to all-reduce in a ring, as whole jobs have it."""
+    gpus = min(workers, machine.gpus_per_host)
+    ring = machine.ring(WorkerGroup(workers, -(-workers // gpus), gpus))
+    return Cluster(workers, {"ring": LinearCost(ring.alpha_s, 2 * ring.beta_s_per_byte * (workers - 1) / workers)})

@@ -139,7 +139,8 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
         (["--shard", "parameters", "--machine", "h100", "--reduce", "5us"], "--reduce: with --machine"),
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "1"], "--gpus-per-card: with --machine"),
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "2"], "--gpus-per-card: with --machine"),
-        (["--machine", "h100"], "--machine: with --shard none (expected --shard parameters)"),
+        (["--machine", "h100", "--servers", "2"], "--servers: with --machine (expected one of the two)"),
+        (["--machine", "h100", "--cluster", "c.json"], "--cluster and --machine: give one or the other"),
         (["--shard", "parameters", "--servers", "2"], "--servers: means nothing with --shard parameters"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.axes import Given, axes
+from legato.cli.axes import Given, axes, describe_links
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
 from legato.cli.nouns.reading import Files
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
@@ -22,7 +22,7 @@ from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.text import count, percent
-from legato.core.units import format_bandwidth, format_bytes, format_seconds
+from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from legato.report.model import Breakdown, ModelReport, TextTable
@@ -36,7 +36,6 @@ __all__ = [
     "breakdown",
     "caveats",
     "described",
-    "links_of",
     "refuse_switches",
     "said",
     "simulate",
@@ -200,7 +199,8 @@ def simulate(
     keep_apart(found.paths, output=output)
     by = fidelity_of(fidelity, "flows")
     refuse_switches(machine, by, output=output)
-    job, network = on_network(found.only(", or --share"), machine.fields(), by)
+    job = found.only(", or --share")
+    job, network = on_network(replace(job, machine=machine.on(job.machine)), machine.fields(), by)
     step, flows = step_on(job, network)
     quiet, where = None, f", by {by}"
     if network is not None and flows is not None:
@@ -241,7 +241,8 @@ def sweep(
     by = fidelity_of(fidelity, "flows")
     written.check(found.paths, ".csv", ".html")
     refuse_switches(machine, by)
-    jobs = dict(zip(map(str, found.paths), found.nouns, strict=True))
+    nouns = [replace(job, machine=machine.named() or job.machine) for job in found.nouns]
+    jobs = dict(zip(map(str, found.paths), nouns, strict=True))
     axes = {axis.field: values for axis, values in machine.several_of("links", "switches").items()}
     with running.cells(written.first) as how:
         rows = sweep_jobs(jobs, axes, by, **how)
@@ -290,15 +291,6 @@ def _same(rows: Sequence[JobRow]) -> str:
     """What no column says, in words."""
     same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
-
-
-def links_of(machine: Machine) -> str:
-    """The links of a machine in words: nominal rates, and the shares of these that are reached."""
-    card, link = (format_bandwidth(8 * rate) for rate in (machine.card_bytes_per_s, machine.link_bytes_per_s))
-    return (
-        f"hosts of {machine.gpus_per_host} x {machine.name}: {card} a GPU ({percent(machine.card_share, 0)} reached), "
-        f"{link} inside hosts ({percent(machine.link_share, 0)} reached)"
-    )
 
 
 def values(step: Step) -> dict[str, Any]:
@@ -356,6 +348,7 @@ def caveats(step: Step) -> Iterator[str]:
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
     yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
+    yield describe_links(machine)
     if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
         yield (
             f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "

@@ -39,7 +39,10 @@ class Computes:
 
     device: str | None = setting(
         None,
-        "Device that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
+        "GPU that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
+        "--machine",
+        "--device",
+        metavar="NAME|FILE",
         show_default="v100; h100 for language models",
     )
     device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")

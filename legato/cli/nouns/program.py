@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from legato.cli.axes import Given, axes
+from legato.cli.axes import Given, axes, describe_links
 from legato.cli.nouns.job import refuse_switches, said
 from legato.cli.nouns.reading import Files
 from legato.cli.options import Fidelity, Json, one_each, whole
 from legato.cli.output import fidelity_of, note, print_json, print_parts
 from legato.core.program import Program
 from legato.core.text import count, percent
-from legato.core.units import format_bandwidth, format_seconds
+from legato.core.units import format_seconds
 
 if TYPE_CHECKING:
     from legato.ingest.traced import Notes
@@ -29,11 +29,11 @@ def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = N
     from legato.whole_jobs.flow.step import network_of
     from legato.whole_jobs.flow.step import simulate_program as simulated
     from legato.whole_jobs.traced import predict, repeated, replay
-    from legato.zoo.presets import machine_named, with_links
+    from legato.zoo.presets import machine_named
 
     program, fidelity = found.only(), fidelity_of(fidelity, "flows")
     refuse_switches(options, fidelity)
-    machine = with_links(machine_named("h100"), options.fields())
+    machine = options.on(machine_named("h100"))
     (workers,) = one_each("workers", options.axes.get("workers"), 1, whole, None)
     many = program if workers is None else repeated(program, workers)
     if fidelity == "flows":
@@ -48,12 +48,10 @@ def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = N
         values |= {"as_traced": None if traced is None else step_values(traced), "traced_s": many.traced_s}
         print_json(values)
         return
-    inside, between = (format_bandwidth(8 * speed) for speed in (machine.link_bytes_per_s, machine.card_bytes_per_s))
     note(
-        f"network: {count(machine.gpus_per_host, 'GPU')} a host with {inside} inside ({percent(machine.link_share, 0)} "
-        f"of it is reached) and {between} to others ({percent(machine.card_share, 0)}); beside its bytes, a collective "
-        f"takes {format_seconds(machine.latency_s)} inside a host, {format_seconds(machine.network_latency_s)} between "
-        f"two, and {format_seconds(machine.hop_s)} for each further one"
+        f"{describe_links(machine)}; beside its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
+        f"host, {format_seconds(machine.network_latency_s)} between two, and {format_seconds(machine.hop_s)} for each "
+        "further one"
     )
     if many is not program:
         copies = many.workers // program.workers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.table import Table
 
-from legato.cli.axes import FabricOptions, Given, Machines, NetworkOptions, SweptOptions
+from legato.cli.axes import FabricOptions, Given, Machines, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.reading import Files
 from legato.cli.nouns.running import Cells, Simulated
 from legato.cli.options import (
@@ -134,6 +134,7 @@ def simulate(
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
+    note_machine(machines.machine)
     words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.how, "by transfers"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
     print_table(_table(", ".join(words), rows), keys=2)
@@ -182,6 +183,7 @@ def sweep(
     if json:
         print_json(found)
         return
+    note_machine(given.named())
     swept = [axis for axis in NETWORK if len(axes.get(axis.field, ())) > 1]
     same = [
         axis.say(axis.write(networks[0][axis.field]))

@@ -50,7 +50,7 @@ def simulate(
     from legato.whole_jobs.flow.shared import STEPS, simulate_shared
     from legato.whole_jobs.flow.step import network_of
     from legato.whole_jobs.step import Step
-    from legato.zoo.presets import machine_named, with_links
+    from legato.zoo.presets import machine_named
 
     if len(given.nouns) == 1:
         raise InputError(f"--share: means nothing for a {given.what}")
@@ -61,11 +61,10 @@ def simulate(
     if output is not None and any(isinstance(one, Program) for one in given.nouns):
         raise InputError("--output: a program has no timeline (expected whole jobs)")
     jobs: list[Job | Program] = [
-        replace(job, machine=with_links(job.machine, machine.fields())) if isinstance(job, Job) else job
-        for job in given.nouns
+        replace(job, machine=machine.on(job.machine)) if isinstance(job, Job) else job for job in given.nouns
     ]
     links = next((job.machine for job in jobs if isinstance(job, Job)), None)
-    links = links or with_links(machine_named("h100"), machine.fields())
+    links = links or machine.on(machine_named("h100"))
     sizes = [job.mesh.workers if isinstance(job, Job) else job.workers for job in jobs]
     switches = {axis.field: value for axis, value in machine.of("switches").items()}
     network = network_of(links, sum(sizes), **switches)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from rich.table import Table
 
-from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions
+from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.reading import Files
 from legato.cli.nouns.running import MOST_SHOWN, Cells, Running, Simulated, Written
 from legato.cli.options import Json, TimelineOutput, in_flight_words, keep_apart, one_each, split, whole
@@ -63,7 +63,8 @@ def simulate(
     if fidelity == "formulas" and options:
         raise InputError(f"{min(options)}: means nothing by formulas (expected --fidelity transfers)")
     (workers,) = one_each("workers", given.axes.get("workers"), 1, whole, None)
-    machines = given.replace(workers=workers).machines()
+    given = given.replace(workers=workers)
+    machines = given.machines()
     number = machines.cluster.workers
     if len(jobs) not in (1, number):
         raise InputError(f"{count(len(jobs), 'workload')} for {count(number, 'worker')} (expected one, or one each)")
@@ -87,6 +88,7 @@ def simulate(
     if json:
         print_json(rows)
         return
+    note_machine(machines.machine)
     words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"by {fidelity}"]
     words += in_flight_words(chosen.values()) if fidelity == "transfers" else []
     print_rows(", ".join(words), rows)
@@ -233,6 +235,7 @@ def sweep(
     if json:
         print_json([row.columns for row in rows])
     else:
+        note_machine(network.named())
         _show(rows, grid, network.file)
         written.tell(len(rows))
 

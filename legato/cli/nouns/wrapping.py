@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.table import Table
 
 from legato.cli.axes import Given, Kinds, axes
-from legato.cli.nouns.job import links_of
 from legato.cli.options import Json, PlanOutput, PlanTimeline, keep_apart, quantity, setting
 from legato.cli.output import note, print_json, print_table, say
 from legato.core import files
 from legato.core.errors import InputError
-from legato.core.job import Machine
 from legato.core.quantities import parse_bytes, parse_seconds
-from legato.core.text import count
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -41,13 +38,6 @@ class FullySharded:
         metavar="SIZE",
         show_default="no limit",
     )
-    machine: str | None = setting(
-        None,
-        "Hosts of a machine of whole jobs, such as h100, or of a file: with its links, at the share that collectives "
-        "reach, and its latencies. --bandwidth, --local-bandwidth and --gpus-per-host change its links.",
-        metavar="NAME|FILE",
-        show_default="none",
-    )
     micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
     param_dtype: Precision | None = setting(
         None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
@@ -62,19 +52,7 @@ class FullySharded:
     )
     code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
 
-    def on_machine(self, network: Given) -> Machine | None:
-        """The machine, with what the options change in it. Raises `InputError` on options that it has no use for."""
-        from legato.zoo.presets import machine_named, with_links
-
-        if self.machine is None:
-            return None
-        known = {"workers", *(axis.name for axis in network.typed("links"))}
-        typed = [*(["cluster"] if network.files else []), *network.axes]
-        if name := next((one for one in typed if one not in known), None):
-            raise InputError(f"--{name.replace('_', '-')}: with --machine (expected one of the two)")
-        return with_links(machine_named(self.machine), network.fields())
-
-    def sharding(self, workload: Workload, network: Given, machine: Machine | None) -> Sharding:
+    def sharding(self, workload: Workload, network: Given) -> Sharding:
         from legato.fsdp.table import Sharding
         from legato.fsdp.units import Precision
 
@@ -87,7 +65,7 @@ class FullySharded:
             micro_batches=self.micro_batches,
             precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
             host_s=quantity("host-time", self.host_time, parse_seconds),
-            machine=machine,
+            machine=network.machine(),
         )
 
 
@@ -110,10 +88,7 @@ def plan(
     machines, job = kinds.machines(network), files.read(path, Workload)
     cluster, where = machines.cluster, machines.describe(kinds.collective)
     wanted = {"output": output is not None, "code": how.code, "program": how.program is not None}
-    machine = how.on_machine(network)
-    if machine is not None:
-        where = f"{count(cluster.workers, 'worker')}, {links_of(machine)}"
-    sharding = how.sharding(job, network, machine)
+    sharding = how.sharding(job, network)
     found = compare(job, cluster, sharding)
     chosen = found.rows[found.answer]
     if chosen.wrapping is None and (unused := [f"--{what}" for what in ("output", "code", "program") if wanted[what]]):
