@@ -20,7 +20,7 @@ from legato.whole_jobs.cost import collective
 from legato.whole_jobs.flow.step import network_of
 from legato.whole_jobs.flow.step import simulate as simulate_links
 from legato.whole_jobs.step import predict
-from legato.zoo.presets import framework_named, machine_named
+from legato.zoo.presets import cluster_of, framework_named, machine_named
 
 SAME = 1e-9
 
@@ -125,6 +125,48 @@ def test_what_a_collective_among_the_gpus_of_a_machine_takes(gpus):
     costs = Costs.of_machine(machine, gpus)
     group = Job("j", zoo.SHAPES["llama-3-8b"], Mesh(data=gpus), framework_named("torchtitan"), machine).group("data")
     same(costs.gather.cost(nbytes), collective("data", machine, group, nbytes).total_s)
+    ring = cluster_of(machine, gpus).cost("ring")
+    same(ring.cost(nbytes), collective("data", machine, group, nbytes, halves=2).total_s)
+
+
+@pytest.mark.parametrize("changed", [{}, {"bandwidth": 100}, {"local_bandwidth": 900, "gpus_per_host": 4}], ids=str)
+def test_a_machine_is_the_network_of_its_rates_that_are_reached(ask, tmp_path, changed):
+    """`simulate` and `sweep` of a workload, with a machine by its name and with the same network in numbers."""
+    file = tmp_path / "w.json"
+    legato.write(file, zoo.workload("alexnet-v2"))
+    stated = {"bandwidth": 400, "local_bandwidth": 3600, "gpus_per_host": 8} | changed
+    shares = {"bandwidth": 0.8, "local_bandwidth": 0.78, "gpus_per_host": 1}
+
+    def options(values):
+        for name, value in values.items():
+            yield from (f"--{name.replace('_', '-')}", value if name == "gpus_per_host" else f"{value}Gbit")
+
+    where = ["--workers", 16, "--fabric", "hierarchical"]
+    reached = options({name: value * shares[name] if name in shares else value for name, value in stated.items()})
+    numbers = [*where, "--latency", "3us", *reached]
+    named = [*where, "--machine", "h100", *options(changed)]
+    same(*(ask(verb, file, *network)["iteration_s"] for verb in ("simulate", "sweep") for network in (named, numbers)))
+
+
+def test_all_that_is_on_a_machine_says_what_is_reached(capsys, tmp_path):
+    workload, job = tmp_path / "w.json", tmp_path / "j.json"
+    small = ["--layers", 4, "--hidden", 512, "--heads", 8, "--vocab", 32_000, "--sequence", 512]
+    on = ["--machine", "h100", "--workers", 16]
+    run(capsys, "workload", "llm", *small, "-o", workload)
+    for command in (
+        ["workload", "llm", *small, "--data", 16, "-o", job],
+        ["simulate", job, "--fidelity", "formulas"],
+        ["layouts", "llm", *small, "--gpus", 8, "--batch", 8, "--number", 1],
+        ["simulate", workload, *on, "--fabric", "ring"],
+        ["sweep", workload, *on, "--fabric", "ring", "--jobs", 1],
+        ["plan", workload, *on, "--scheduler", "ddp"],
+        ["plan", workload, *on, "--shard", "parameters"],
+    ):
+        status, out, err = run(capsys, *command)
+        said = (
+            "hosts of 8 x h100: 400 Gbit/s a GPU and 3.6 Tbit/s inside hosts (nominal rates, of which 80% and 78% are"
+        )
+        assert status == 0 and said in out + err, command
 
 
 @pytest.mark.parametrize(

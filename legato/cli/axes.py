@@ -53,7 +53,7 @@ NO_SERVERS = {"show_default": "none"}
 def option(name: str, **own: Any) -> Any:
     """An option about this axis, of a command whose `own` default or limits replace those of the table."""
     axis = BY_NAME[name]
-    panel = "Network" if axis in NETWORK else "Fabric"
+    panel = "Fabric" if axis not in NETWORK else "Switches, and what fails" if axis.part == "switches" else "Network"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
     usual = {"help": axis.help, "metavar": axis.metavar, "min": axis.least, "max": axis.most, "rich_help_panel": panel}
     options: dict[str, Any] = usual | own
@@ -75,7 +75,7 @@ def _parameter(axis: Axis, values: _Values = "one", **own: Any) -> Parameter:
         default = f"{default:g}" if isinstance(default, (int, float)) else default
         own["help"] = axis.help + (SEVERAL_TIMES if axis.repeated else SEVERAL)
     elif values == "each job" and axis.each_job:
-        kind, own["metavar"] = str, "INTEGER"
+        kind, own["metavar"] = str, "N,..."
     limits = {} if kind is axis.type else {"min": None, "max": None}
     kind = kind if default is not None else kind | None
     annotation = Annotated[kind, option(axis.name, **limits | own)]

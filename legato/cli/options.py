@@ -68,7 +68,7 @@ ClusterFile = Annotated[
     typer.Option(
         "--cluster",
         metavar="C.json",
-        help="A cluster file, as legato calibrate writes it, instead of workers, bandwidth, latency and so on.",
+        help="A file of legato calibrate instead of workers, bandwidth, latency and so on.",
         rich_help_panel="Network",
     ),
 ]
@@ -78,10 +78,8 @@ MachineName = Annotated[
         "--machine",
         "--device",
         metavar="NAME|FILE",
-        help="GPUs, links and hosts: a100, h100, h100-500w or b200, or a file that fit-machine wrote. Other options "
-        "change its links.",
+        help="GPUs, hosts and links, which other options change: a100, h100, h100-500w, b200, or fit-machine's file.",
         rich_help_panel="Network",
-        show_default="none; a job's own; h100",
     ),
 ]
 Collective = Annotated[
@@ -114,18 +112,17 @@ Wire = Annotated[
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Follow every transfer on every link (transfers; of whole jobs, flows that share links), or price each "
-        "message or collective alone, as planners do (formulas). The words of before, flow and collective, mean the "
-        "same.",
-        metavar="[formulas|transfers|flows]",
-        show_default="transfers; flows of whole jobs",
+        help="Follow transfers on every link, or, of whole jobs, flows; or price each message or collective alone by "
+        "formulas, as planners do.",
+        metavar="NAME",
+        show_default="transfers; flows",
     ),
 ]
 Iterations = Annotated[
     int | None,
     typer.Option(
         help="Number of iterations to simulate.",
-        show_default="1, or 3 where they differ; 30 where jobs share, 3 where whole ones do",
+        show_default="1; 3 if they differ; 30 or 3 of jobs that share",
     ),
 ]
 TimelineOutput = Annotated[
@@ -134,7 +131,7 @@ TimelineOutput = Annotated[
         "--output",
         "-o",
         metavar="T.json",
-        help="Write the fastest fabric's timeline to this file; with --share, one for each job to this folder.",
+        help="Write the fastest fabric's timeline to this file; with --share, each job's to this folder.",
     ),
 ]
 

@@ -15,7 +15,7 @@ def simulate(
     workloads: Annotated[
         list[Path],
         typer.Argument(
-            metavar="W.json...", help="One workload for all workers, or one for each; with --share, one for each job."
+            metavar="W.json...", help="A workload for all workers, or one each; with --share, one for each job."
         ),
     ],
     options: Annotated[Options, taken_by(*nouns.faces("simulate"))],
@@ -23,27 +23,20 @@ def simulate(
         bool,
         typer.Option(
             "--share",
-            help="Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of "
-            "jobs take one value for all jobs, or one for each, separated by commas.",
+            help="Simulate jobs that share a network: --workers, --fabric, --scheduler, --plan and the options below "
+            "take a value for all, or one each.",
         ),
     ] = False,
 ) -> None:
-    """Simulate one iteration on parameter servers, with help from switches, and on collectives.
+    """Simulate one iteration of a workload, or a step of a whole job or program, on a network.
 
-    Switches that are sold to add up gradients (SHARP, NCCL's CollNet) are the fabric sharp: no server, sums inside
-    hosts first, message by message. The fabrics multicast, aggregation and multicast+aggregation are parameter servers
-    that switches help, as in the Network Operator Edition: all gradients cross a server's link, with a barrier.
+    A workload's fabrics are collectives; parameter servers, which switches may help (multicast, aggregation, as in the
+    Network Operator Edition); and sharp (SHARP, NCCL's CollNet). Speedups are over one parameter server without help,
+    if it has at most a million pushes, and no second server is disturbed. A measured cluster's bandwidth and
+    latency are those that explain the cost of its default collective.
 
-    Speedups are over one parameter server without help from switches; beyond a million pushes to it, there
-    are speedups only if it is one of the fabrics, and none where a second server is disturbed. A measured cluster's
-    bandwidth and latency are those that explain the measured cost of its default collective.
-
-    With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
-    that alone on the same hosts.
-
-    A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
-    topology and the disturbances that are given here, or by formulas; and so is a traced one, as legato
-    import --program writes it, also on more --workers. With --share, several whole jobs run on one network.
+    A whole job (legato workload --tensor) and a program (legato import --program) have their machine's links and hosts,
+    or those of --machine, below switches. With --share, jobs are compared with themselves alone on their hosts.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """

@@ -27,13 +27,11 @@ def sweep(
 
     Finished cells are kept in a file beside the output: after an interruption, or with more values, the same command
     continues from there. In a list, a number without a unit has the unit of the next one. Speedups are over the first
-    fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the measured cost of
-    its default collective.
+    fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the cost of its
+    default collective.
 
-    With --share, the workloads are a mix of jobs on one network, and a row per network has the iteration of each.
-
-    Whole jobs, as legato workload --tensor writes them, are swept over --bandwidth, --local-bandwidth and
-    --gpus-per-host, and, by flows, over networks.
+    Whole jobs are swept over the links of their machines and, by flows, over the switches above them. With --share,
+    the workloads are a mix of jobs on each network, and a row has the iteration of each.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """

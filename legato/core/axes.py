@@ -30,7 +30,7 @@ class Axis:
     shown: str = ""  # the default in words
     field: str = ""  # of the simulator's `Network` or fabric, and of rows; by default the name
     parse: Callable[[str], Any] | None = None
-    metavar: str | None = None
+    metavar: str = ""  # by default short for the type
     least: int | None = None
     most: int | None = None
     in_cluster: bool = False  # a cluster file describes it, too
@@ -46,6 +46,7 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "field", self.field or self.name)
         object.__setattr__(self, "title", self.title or self.column)
+        object.__setattr__(self, "metavar", self.metavar or {int: "N", float: "X", str: "TEXT"}.get(self.type, "NAME"))
 
     @property
     def usual(self) -> Any:
@@ -78,7 +79,7 @@ def _factor(value: float) -> str:
 NETWORK = (
     Axis("workers", "Number of workers.", int, 8, most=2**20,
          in_cluster=True, each_job=True, column="workers", words="{} worker{s}"),
-    Axis("servers", "Number of parameter servers.", int, 1, shown="1, on fabrics with servers", least=1, most=2**16,
+    Axis("servers", "Number of parameter servers.", int, 1, shown="1 where there are some", least=1, most=2**16,
          in_cluster=True, column="servers", write=lambda value: str(value or ""), more_is_better=True),
     Axis("bandwidth", "Bandwidth of each worker's link, such as 10Gbit.", str, "10Gbit",
          field="bandwidth_bps", parse=parse_bandwidth, in_cluster=True,
@@ -86,31 +87,31 @@ NETWORK = (
     Axis("latency", "Latency from one worker to another, such as 30us.", str, "30us",
          field="latency_s", parse=parse_seconds, in_cluster=True,
          column="latency", write=format_seconds, words="latency {}", more_is_better=False, part="links"),
-    Axis("send", "Part of the latency for which a send keeps its sender busy, such as 2us.",
-         shown="5us, or the latency if that is less", field="send_s", parse=parse_seconds, in_cluster=True),
-    Axis("gpus_per_host", "Number of workers (GPUs) in each host; they are numbered host by host.", int, 1,
+    Axis("send", "Part of the latency in which a sender is busy.",
+         shown="5us, at most the latency", field="send_s", parse=parse_seconds, in_cluster=True),
+    Axis("gpus_per_host", "Workers (GPUs) in each host, which are numbered host by host.", int, 1,
          column="GPUs per host", words="{} GPU{s} per host", part="links"),
-    Axis("gpus_per_card", "Number of GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
-    Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.", str, "100Gbit",
+    Axis("gpus_per_card", "GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
+    Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host.", str, "100Gbit",
          field="local_bandwidth_bps", parse=parse_bandwidth, column="link inside hosts", write=format_bandwidth,
          words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True, part="links"),
-    Axis("topology", "How switches connect the hosts: racks below spines (one rack is one switch), a fat tree, or "
-         "rails (card i of every host is on leaf i).",
+    Axis("topology", "How switches connect the hosts: leaf-spine (racks below spines; one rack is one switch), "
+         "fat-tree, or rails (card i of every host is on leaf i).",
          Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}", part="switches"),
-    Axis("racks", "Number of racks that hold the hosts, with a leaf switch each.", int, 1,
+    Axis("racks", "Racks of hosts, with a leaf switch each.", int, 1,
          column="racks", words="{} rack{s}", part="switches"),
-    Axis("spines", "Number of spine switches above the leaves; with 0, transfers between rails go through the hosts.",
+    Axis("spines", "Spine switches above the leaves; with 0, hosts pass on what goes from rail to rail.",
          int, 1, column="spines", words="{} spine{s}", part="switches"),
-    Axis("ports", "Number of ports of each switch of a fat tree.", int,
+    Axis("ports", "Ports of each switch of a fat tree.", int,
          shown="the fewest that have room", words="{} port{s}", part="switches"),
-    Axis("oversubscription", "Oversubscription of the links from a leaf to the spines; 4 means 4:1.", float, 1.0,
+    Axis("oversubscription", "Oversubscription from a leaf to the spines; 4 means 4:1.", float, 1.0,
          column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False, part="switches"),
     Axis("core_oversubscription",
-         "Oversubscription of the links from a pod of a fat tree to the cores; 2 means 2:1.", float, 1.0,
+         "Oversubscription from a pod of a fat tree to the cores.", float, 1.0,
          write=_ratio, words="core oversubscription {}", part="switches"),
-    Axis("balance", "How flows use the paths between leaves: each has one, chosen by a hash, or its packets take all "
-         "equally.", Literal["ecmp", "spray"], "ecmp", words="{}", part="switches"),
-    Axis("sharing", "How transfers share a link: one after another, or fairly (max-min; for small cases).",
+    Axis("balance", "Paths between leaves: ecmp (a flow has one, by a hash) or spray (packets take all).",
+         Literal["ecmp", "spray"], "ecmp", words="{}", part="switches"),
+    Axis("sharing", "How transfers share a link: fifo, or fair (max-min; for small cases).",
          Literal["fifo", "fair"], "fifo", words="{} sharing"),
     Axis("server_bandwidth", "Bandwidth of each server's link.", shown="the workers' bandwidth",
          field="server_bandwidth_bps", parse=parse_bandwidth, write=format_bandwidth, words="{} to servers"),
@@ -124,27 +125,28 @@ NETWORK = (
          more_is_better=False),
     Axis("jitter", "Jitter of computation: sigma of a lognormal factor.", float, 0.0,
          column="jitter", write=lambda value: f"{value:g}", words="jitter {}"),
-    Axis("seed", "Seed of all that is drawn at random, and of the paths that ECMP chooses.", int, 0, part="switches"),
-    Axis("disturb", "Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) "
-         "slower for a while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until "
-         "the end.", str, "none", shown="none", parse=str.strip, metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
+    Axis("seed", "Seed of what is random, and of ECMP's paths.", int, 0, part="switches"),
+    Axis("disturb", "KIND:NUMBER:FACTOR:FROM:TO,..., such as link:7:4:10ms:30ms: a link, server, uplink (of a leaf), "
+         "spine or compute (of a worker) is slower by a factor or fails, without TO until the end.",
+         str, "none", shown="none", parse=str.strip, metavar="WHAT",
          column="disturbed", repeated=True, words="disturbed {}", part="switches"),
 )
 
 #: Options of fabrics; each goes to those that have it, and what is not given is as the fabric has it.
 FABRIC = (
-    Axis("placement", "Placement of tensors on servers: in turn, or split equally.",
+    Axis("placement", "Placement of tensors on servers: round-robin, or split equal.",
          Literal["round-robin", "equal"], shown="round-robin"),
-    Axis("distribution", "Order in which a server sends: each parameter to all workers, or all parameters to one "
-         "worker.", Literal["round-robin", "block"], shown="round-robin"),
-    Axis("barrier", "Whether servers wait for all gradients of an iteration before they send parameters.", bool,
+    Axis("distribution", "Order in which a server sends: round-robin (a parameter to all workers) or block "
+         "(all to one).", Literal["round-robin", "block"], shown="round-robin"),
+    Axis("barrier", "Whether servers wait for all gradients before they send parameters.", bool,
          shown="barrier"),
-    Axis("aggregation", "How switches that aggregate forward.", Literal["store-and-forward", "cut-through"],
+    Axis("aggregation", "How switches that aggregate forward: store-and-forward or cut-through.",
+         Literal["store-and-forward", "cut-through"],
          shown="store-and-forward"),
     Axis("message_bytes", "Partition messages into pieces of this size, such as 4MiB.",
          shown="whole messages", parse=parse_bytes),
-    Axis("in_flight", "Number of messages at once on fabrics without servers, or any, for all that are ready.",
-         shown="1, as planned and run", parse=_in_flight, metavar="INTEGER"),
+    Axis("in_flight", "Messages at once on fabrics without servers; any: all that are ready.",
+         shown="1, as planned and run", parse=_in_flight, metavar="N"),
 )
 # fmt: on
 

@@ -310,7 +310,7 @@ def test_deepseek_is_named_as_a_whole_job(capsys, tmp_path):
     assert (model.layers, len(model.mixtures), model.latent.query) == (5, 2, 1536)
 
 
-@pytest.mark.parametrize("option", [["--device", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
+@pytest.mark.parametrize("option", [["--machine", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
 def test_the_layout_and_machine_of_a_job_stay(job, capsys, option):
     status, out, err = run(capsys, "layouts", job, *option)
     assert status == 2 and not out and err == f"legato: {option[0]}: means nothing for a whole job\n"

@@ -56,7 +56,8 @@ class Hosts:
 
     hosts: Literal["packed", "spread", "random", "together"] | None = setting(
         None,
-        "Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the same hosts.",
+        "Hosts of the jobs: packed (one job after the other), spread over racks, random, or together (on the same).",
+        metavar="NAME",
         show_default="packed",
     )
 
@@ -77,16 +78,16 @@ class Timed(Places):
     """The same of jobs whose iterations can be timed: most have one value for all jobs, or one for each."""
 
     best_shift: bool = setting(
-        False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
+        False, "Find the shifts with the smallest slowdowns, and what it costs to miss them.", "--best-shift"
     )
     pace: str | None = setting(
         None,
-        "Least time from the start of a job's iteration to that of the next, so that the job keeps its shift.",
+        "Least time from one start of an iteration to the next, so that a job keeps its shift.",
         show_default="none",
     )
     priority: str | None = setting(
         None,
-        "Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
+        "Priority of a job on links, the highest first, such as 2,1; or intensity, for Crux's.",
         show_default="equal",
     )
 
