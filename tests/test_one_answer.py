@@ -156,6 +156,7 @@ def test_all_that_is_on_a_machine_says_what_is_reached(capsys, tmp_path):
     for command in (
         ["workload", "llm", *small, "--data", 16, "-o", job],
         ["simulate", job, "--fidelity", "formulas"],
+        ["sweep", job, "--fidelity", "formulas", "--jobs", 1],
         ["layouts", "llm", *small, "--gpus", 8, "--batch", 8, "--number", 1],
         ["simulate", workload, *on, "--fabric", "ring"],
         ["sweep", workload, *on, "--fabric", "ring", "--jobs", 1],

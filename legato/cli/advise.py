@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from legato.cli.axes import Given, axes
+from legato.cli.axes import Given, axes, note_machine
 from legato.cli.options import TRANSFER_HELP, Json, check_file
 from legato.cli.output import note, print_json, print_text, progress, say
 from legato.core import files
@@ -78,6 +78,7 @@ def advise(
     if json:
         print_json({"jobs": [_summary(advice) for advice in found], "changes": changed})
         return
+    note_machine(network.machine())
     for number, advice in enumerate(found, 1):
         for part in told(advice, changed if number == len(found) else ()):
             say(part) if isinstance(part, str) else print_text(part, part.heads[0])

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,21 +15,28 @@ from legato.core.axes import SWEPT
 from legato.core.errors import missing_extra
 from legato.report.model import SweepRow
 
-__all__ = ["write_csv", "write_rows"]
+__all__ = ["Row", "write_rows"]
 
 
-def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
-    """Write Parquet if the name ends in .parquet, else CSV; completely or not at all.
+class Row(Protocol):
+    """A row of any sweep."""
+
+    @property
+    def columns(self) -> dict[str, Any]: ...
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write Parquet if the name ends in .parquet, which only workloads have, else CSV; completely or not at all.
 
     Raises `FileError`, and `InputError` if pyarrow, the extra `legato[parquet]`, is not installed.
     """
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
     else:
-        write_csv(path, [row.columns for row in rows])
+        _write_csv(path, [row.columns for row in rows])
 
 
-def _parquet(rows: Sequence[SweepRow]) -> bytes:
+def _parquet(rows: Sequence[Row]) -> bytes:
     try:  # heavy, and needed for Parquet only
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -49,7 +56,7 @@ def _parquet(rows: Sequence[SweepRow]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write these rows, empty where one lacks another's key; completely or not at all. Raises `FileError`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")

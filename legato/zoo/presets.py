@@ -120,32 +120,36 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
+#: The links of a machine, by the field of the axis of a network: its own field, in how many units of the axis, and
+#: the field of the share that is reached.
+_LINKS = {
+    "bandwidth_bps": ("card_bytes_per_s", 8, "card_share"),
+    "local_bandwidth_bps": ("link_bytes_per_s", 8, "link_share"),
+    "gpus_per_host": ("gpus_per_host", 1, None),
+    "latency_s": ("hop_s", 1, None),
+}
+
+
 def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
     """The machine with the links of these values on axes of a network (`core/axes.py`), by field; others stay.
 
     A latency is that of every collective: inside a host, and between any number of hosts.
     """
-    found: dict[str, Any] = {}
-    for field, value in axes.items():
-        match field:
-            case "bandwidth_bps":
-                found["card_bytes_per_s"] = value / 8
-            case "local_bandwidth_bps":
-                found["link_bytes_per_s"] = value / 8
-            case "gpus_per_host":
-                found[field] = value
-            case "latency_s":
-                found |= {field: value, "network_latency_s": value, "hop_s": 0.0}
+    found = {
+        field: axes[name] / unit if unit > 1 else axes[name]
+        for name, (field, unit, _) in _LINKS.items()
+        if name in axes
+    }
+    if (latency_s := found.get("hop_s")) is not None:
+        found |= {"latency_s": latency_s, "network_latency_s": latency_s, "hop_s": 0.0}
     return replace(machine, **found)
 
 
 def links_of(machine: Machine) -> dict[str, tuple[float, float]]:
     """The links of a machine as values on axes of a network, by field: what is stated, and which share is reached."""
     return {
-        "bandwidth_bps": (8 * machine.card_bytes_per_s, machine.card_share),
-        "local_bandwidth_bps": (8 * machine.link_bytes_per_s, machine.link_share),
-        "gpus_per_host": (machine.gpus_per_host, 1),
-        "latency_s": (machine.hop_s, 1),
+        name: (unit * getattr(machine, field), 1.0 if share is None else getattr(machine, share))
+        for name, (field, unit, share) in _LINKS.items()
     }
 
 

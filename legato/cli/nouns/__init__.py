@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from legato.cli.nouns import job, program, shared, shared_jobs, workload
-from legato.cli.nouns.reading import read
 from legato.cli.options import Options
+from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.program import Program
@@ -37,11 +37,20 @@ def faces(verb: str) -> list[Callable[..., None]]:
 
 
 def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
-    """Have the face of the noun in these files carry out the verb. Raises `InputError` if it has no such face."""
-    found = read(paths, share=share)
-    _, words = _FACES[found.kind, False]
-    module, words = _FACES.get((found.kind, share), (None, words))
+    """Have the face of the nouns in these files carry out the verb: workloads, unless a file says something else.
+
+    Raises `InputError` if there is no such face, on nouns of several faces, and on several where only one is possible.
+    """
+    data = [files.load(path) for path in paths]
+    kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]
+    kind = min(kinds, key=[Job, Program, Workload].index)
+    (_, single), (module, words) = _FACES[kind, False], _FACES[kind, share]
+    if other := next((path for path, own in zip(paths, kinds, strict=True) if _FACES[own, share][0] != module), None):
+        raise InputError(f"{other}: beside {single.removeprefix('a ')}s (expected one of them)")
     face = getattr(module, verb, None)
     if face is None:
-        raise InputError(f"--share: means nothing for {words}" if share else f"{verb}: means nothing for {words}")
-    options.run(face, found, wrong=f"means nothing for {words}")
+        raise InputError(f"{'--share' if share else verb}: means nothing for {words}")
+    if face in (job.simulate, program.simulate) and len(paths) > 1:
+        raise InputError(f"{paths[0]}: {words} beside other files (expected it alone, or --share)")
+    nouns = [files.decode(one, own, str(path)) for one, own, path in zip(data, kinds, paths, strict=True)]
+    options.run(face, paths, nouns, wrong=f"means nothing for {words}")

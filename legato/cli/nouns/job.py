@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
@@ -13,7 +15,6 @@ from rich.table import Table
 
 from legato.cli.axes import Given, axes, describe_links
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
-from legato.cli.nouns.reading import Files
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
 from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, setting, split
 from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table, print_text
@@ -25,7 +26,7 @@ from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import Breakdown, ModelReport, TextTable
+    from legato.report.model import Breakdown, ModelReport, Report, TextTable
     from legato.sweep import JobRow
     from legato.whole_jobs.step import Step
 
@@ -186,7 +187,8 @@ def write(
 
 
 def simulate(
-    found: Files[Job],
+    paths: list[Path],
+    jobs: list[Job],
     /,
     machine: OfMachine,
     fidelity: Fidelity = None,
@@ -196,11 +198,11 @@ def simulate(
     """Print what a step of the job consists of, and the same undisturbed if the network is disturbed."""
     from legato.sweep.jobs import on_network, step_on
 
-    keep_apart(found.paths, output=output)
+    keep_apart(paths, output=output)
     by = fidelity_of(fidelity, "flows")
     refuse_switches(machine, by, output=output)
-    job = found.only(", or --share")
-    job, network = on_network(replace(job, machine=machine.on(job.machine)), machine.fields(), by)
+    job = replace(jobs[0], machine=machine.on(jobs[0].machine))
+    job, network = on_network(job, machine.fields(), by)
     step, flows = step_on(job, network)
     quiet, where = None, f", by {by}"
     if network is not None and flows is not None:
@@ -224,7 +226,8 @@ def simulate(
 
 
 def sweep(
-    found: Files[Job],
+    paths: list[Path],
+    jobs: list[Job],
     /,
     machine: SweptMachine,
     written: Written,
@@ -233,36 +236,36 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Predict the step of every job on every network, and write the rows where the options say, or print them."""
-    from legato.report.html import write_report
-    from legato.report.model import Report
     from legato.sweep import sweep_jobs
-    from legato.sweep.table import write_csv
 
     by = fidelity_of(fidelity, "flows")
-    written.check(found.paths, ".csv", ".html")
+    written.check(paths, ".csv", ".html")
     refuse_switches(machine, by)
-    nouns = [replace(job, machine=machine.named() or job.machine) for job in found.nouns]
-    jobs = dict(zip(map(str, found.paths), nouns, strict=True))
+    on_machine = [replace(job, machine=machine.named() or job.machine) for job in jobs]
+    named = dict(zip(map(str, paths), on_machine, strict=True))
     axes = {axis.field: values for axis, values in machine.several_of("links", "switches").items()}
     with running.cells(written.first) as how:
-        rows = sweep_jobs(jobs, axes, by, **how)
+        rows = sweep_jobs(named, axes, by, **how)
     same = f"{_same(rows)}, by {by}"
-    for path in written.paths:
-        if path.suffix == ".html":
-            mine = {name: [row for row in rows if row.job == name] for name in jobs}
-            write_report(path, Report(tuple(_page(job, mine[name], same) for name, job in jobs.items())))
-        else:
-            write_csv(path, [row.columns for row in rows])
-    if json:
-        print_json([row.columns for row in rows])
-        return
+    written.rows(rows, partial(_report, named, rows, same), partial(_show, named, rows, same), json)
+
+
+def _show(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> None:
+    for line in dict.fromkeys(describe_links(job.machine) for job in jobs.values()):
+        note(line)
     shown = rows[:MOST_SHOWN]
     print_text(_table(shown, _differing(rows), f"{count(len(rows), 'cell')}{same}: predicted", named=True), *_NAMES)
     if len(rows) > len(shown):
         note(f"the first {len(shown)} of {len(rows):,} are shown (--json and -o have all)")
     for line in _failed(rows):
         note(line)
-    written.tell(len(rows))
+
+
+def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Report:
+    from legato.report.model import Report
+
+    mine = {name: [row for row in rows if row.job == name] for name in jobs}
+    return Report(tuple(_page(job, mine[name], same) for name, job in jobs.items()))
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:

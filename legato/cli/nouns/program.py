@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from legato.cli.axes import Given, axes, describe_links
 from legato.cli.nouns.job import refuse_switches, said
-from legato.cli.nouns.reading import Files
 from legato.cli.options import Fidelity, Json, one_each, whole
 from legato.cli.output import fidelity_of, note, print_json, print_parts
 from legato.core.program import Program
@@ -24,14 +24,16 @@ __all__ = ["describe_program", "program_values", "simulate", "step_values"]
 _Machine = Annotated[Given, axes("links", "switches", "workers", cluster=False, values="each job")]
 
 
-def simulate(found: Files[Program], /, options: _Machine, fidelity: Fidelity = None, json: Json = False) -> None:
+def simulate(
+    _: list[Path], programs: list[Program], /, options: _Machine, fidelity: Fidelity = None, json: Json = False
+) -> None:
     """Print what the step of a program consists of: predicted, and as traced."""
     from legato.whole_jobs.flow.step import network_of
     from legato.whole_jobs.flow.step import simulate_program as simulated
     from legato.whole_jobs.traced import predict, repeated, replay
     from legato.zoo.presets import machine_named
 
-    program, fidelity = found.only(), fidelity_of(fidelity, "flows")
+    program, fidelity = programs[0], fidelity_of(fidelity, "flows")
     refuse_switches(options, fidelity)
     machine = options.on(machine_named("h100"))
     (workers,) = one_each("workers", options.axes.get("workers"), 1, whole, None)

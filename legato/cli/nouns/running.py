@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from legato.cli.options import (
     FABRIC_HELP,
@@ -18,9 +18,13 @@ from legato.cli.options import (
     keep_apart,
     setting,
 )
-from legato.cli.output import note, progress
+from legato.cli.output import note, print_json, progress
 from legato.core.errors import InputError
 from legato.core.text import count
+
+if TYPE_CHECKING:
+    from legato.report.model import Report
+    from legato.sweep.table import Row
 
 __all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
 
@@ -104,12 +108,24 @@ class Written:
     def paths(self) -> list[Path]:
         return [path for path in (self.output, self.report) if path is not None]
 
+    def rows(self, rows: Sequence[Row], report: Callable[[], Report], show: Callable[[], None], json: bool) -> None:
+        """Write the rows, or a report that draws them, and print them as JSON, or as `show` does."""
+        from legato.report.html import write_report
+        from legato.sweep import write_rows
+
+        for path in self.paths:
+            if path.suffix == ".html":
+                write_report(path, report())
+            else:
+                write_rows(path, rows)
+        if json:
+            print_json([row.columns for row in rows])
+            return
+        show()
+        if self.first is not None:
+            note(f"{count(len(rows), 'row')} -> {self.first}")
+
     @property
     def first(self) -> Path | None:
         """The file beside which finished cells are kept."""
         return next(iter(self.paths), None)
-
-    def tell(self, rows: int) -> None:
-        """Say where the rows are."""
-        if self.first is not None:
-            note(f"{count(rows, 'row')} -> {self.first}")

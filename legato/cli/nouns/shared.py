@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.table import Table
 
-from legato.cli.axes import FabricOptions, Given, Machines, NetworkOptions, SweptOptions, note_machine
-from legato.cli.nouns.reading import Files
+from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.running import Cells, Simulated
 from legato.cli.options import (
     Json,
@@ -93,7 +92,8 @@ class Timed(Places):
 
 
 def simulate(
-    found: Files[Workload],
+    paths: list[Path],
+    workloads: list[Workload],
     /,
     what: Simulated,
     given: NetworkOptions,
@@ -104,26 +104,26 @@ def simulate(
 ) -> None:
     """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
-    from legato.simulator.flow.shared.jobs import ITERATIONS
-    from legato.simulator.flow.shared.placement import check_taken
 
-    workloads = found.nouns
     what.check()
     _check_links(what.fidelity)
     plans = [] if what.plan is None else [Path(path) for path in split(str(what.plan))]
-    workers, machines, network = _network(len(workloads), given, how)
+    counts = one_each("workers", given.axes.get("workers"), len(workloads), whole, None)
+    machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
+    workers = [machines.cluster.workers if one is None else one for one in counts]
+    if min(workers) < 1:
+        raise InputError(f"workers: {min(workers)} (expected at least 1)")
+    network = _network(workers, given.values(machines.cluster), how)
     options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
     for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
         if how.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
-    make_timelines(output, len(workloads), [*found.paths, *plans, *given.files])
-    jobs = _jobs(workloads, workers, network, what, how, options)
-    check_taken({host for job in jobs for host in job.hosts}, network)
-    priorities = [0] * len(jobs)
+    make_timelines(output, len(workloads), [*paths, *plans, *given.files])
+    priorities = [0] * len(workloads)
     if how.priority not in (None, BY_INTENSITY):
-        priorities = one_each("priority", how.priority, len(jobs), whole, 0)
-    number = ITERATIONS if what.iterations is None else what.iterations
-    shared = SharedNetwork(jobs, network, iterations=number)
+        priorities = one_each("priority", how.priority, len(workloads), whole, 0)
+    shared, number = _shared(workloads, workers, network, what, how, options)
+    jobs = shared.jobs
     rows, phases = _rows(shared, how, priorities)
     best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
     if output is not None:
@@ -144,7 +144,8 @@ def simulate(
 
 
 def sweep(
-    given_files: Files[Workload],
+    paths: list[Path],
+    workloads: list[Workload],
     /,
     cells: Cells,
     given: SweptOptions,
@@ -153,15 +154,10 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Simulate a mix of jobs on every combination of networks, and print a row for each; `--workers` are the jobs'."""
-    from legato.simulator.flow import SharedNetwork
-    from legato.simulator.flow.shared.jobs import ITERATIONS
-    from legato.simulator.flow.shared.placement import check_taken, num_hosts
-    from legato.sweep.grid import network_of
-
     _check_links(cells.fidelity)
     if "servers" in given.axes:
         raise InputError("--servers: means nothing for jobs that share networks")
-    workloads, placement = given_files.nouns, how.how
+    how = Timed(hosts=how.hosts)
     what = Simulated(cells.fabric, None, cells.iterations, cells.scheduler)
     default = BY_NAME["workers"].usual
     workers = [n or default for n in one_each("workers", given.axes.get("workers"), len(workloads), whole, default)]
@@ -173,13 +169,9 @@ def sweep(
     with progress("sweeping") as advance:
         for done, values in enumerate(networks):
             advance(done, len(networks))
-            in_a_host = max(1, values["gpus_per_host"])
-            number = in_a_host * num_hosts(workers, placement, in_a_host)
-            network = network_of(values | {"workers": number, "servers": 1})
-            jobs = _jobs(workloads, workers, network, what, Timed(hosts=placement), options)
-            check_taken({host for job in jobs for host in job.hosts}, network)
-            shared = SharedNetwork(jobs, network, iterations=what.iterations or ITERATIONS)
-            ((row, *_), _) = _rows(shared, Timed(), [0] * len(jobs))
+            network = _network(workers, values, how)
+            shared, _ = _shared(workloads, workers, network, what, how, options)
+            ((row, *_), _) = _rows(shared, how, [0] * len(workloads))
             found.append(values | {key: value for key, value in row.items() if key != "case"})
     if json:
         print_json(found)
@@ -191,7 +183,7 @@ def sweep(
         for axis in NETWORK
         if axis.words and axis not in swept and axis.field in axes and networks[0][axis.field] != axis.usual
     ]
-    title = [f"{count(len(workloads), 'job')} on {count(len(networks), 'network')}", *same, placement]
+    title = [f"{count(len(workloads), 'job')} on {count(len(networks), 'network')}", *same, how.how]
     table = Table(title=", ".join(title), header_style="dim")
     names = [f"{job['job']} on {job['workers']}" for job in found[0]["jobs"]]
     for head in [*(axis.column for axis in swept), *names, "slowdown", "computing"]:
@@ -209,20 +201,32 @@ def _check_links(fidelity: str | None) -> None:
         raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
 
 
-def _network(jobs: int, given: Given, how: Timed) -> tuple[list[int], Machines, Network]:
-    """The number of workers of each job, the machines that the options describe, and a network with room for all."""
+def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
+    """The network of these values on its axes, with room for jobs of so many workers."""
     from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweep.grid import network_of
 
-    counts = one_each("workers", given.axes.get("workers"), jobs, whole, None)
-    machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
-    workers = [machines.cluster.workers if one is None else one for one in counts]
-    if min(workers) < 1:
-        raise InputError(f"workers: {min(workers)} (expected at least 1)")
-    values = given.values(machines.cluster)
     in_a_host = max(1, values["gpus_per_host"])  # less is refused by the network
-    number = in_a_host * num_hosts(workers, how.how, in_a_host)
-    return workers, machines, network_of(values | {"workers": number})
+    return network_of(values | {"workers": in_a_host * num_hosts(workers, how.how, in_a_host), "servers": 1})
+
+
+def _shared(
+    workloads: Sequence[Workload],
+    workers: Sequence[int],
+    network: Network,
+    what: Simulated,
+    how: Timed,
+    options: dict[str, Any],
+) -> tuple[SharedNetwork, int]:
+    """The jobs on a network, and the number of iterations: a cell of a sweep, and what `legato simulate` looks at."""
+    from legato.simulator.flow import SharedNetwork
+    from legato.simulator.flow.shared.jobs import ITERATIONS
+    from legato.simulator.flow.shared.placement import check_taken
+
+    jobs = _jobs(workloads, workers, network, what, how, options)
+    check_taken({host for job in jobs for host in job.hosts}, network)
+    number = ITERATIONS if what.iterations is None else what.iterations
+    return SharedNetwork(jobs, network, iterations=number), number
 
 
 def _jobs(

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from legato.cli.nouns.job import OfMachine, caveats, said, values, waits
 from legato.cli.nouns.program import step_values
-from legato.cli.nouns.reading import Files
 from legato.cli.nouns.shared import Places
 from legato.cli.options import Fidelity, Iterations, Json, TimelineOutput, make_timelines, one_each, timeline_paths
 from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table
@@ -36,7 +35,8 @@ _LEAST_SHARE = 0.001
 
 
 def simulate(
-    given: Files[Any],
+    paths: list[Path],
+    given: list[Job | Program],
     /,
     machine: OfMachine,
     places: Places,
@@ -52,16 +52,16 @@ def simulate(
     from legato.whole_jobs.step import Step
     from legato.zoo.presets import machine_named
 
-    if len(given.nouns) == 1:
-        raise InputError(f"--share: means nothing for a {given.what}")
+    if len(given) == 1:
+        raise InputError(f"--share: means nothing for a {'whole job' if isinstance(given[0], Job) else 'program'}")
     if fidelity_of(fidelity, "flows") == "formulas":
         raise InputError("--share: means nothing by formulas (expected --fidelity flows)")
     if places.how == "together":
         raise InputError("--hosts: together (expected packed, spread or random: a GPU has one whole job)")
-    if output is not None and any(isinstance(one, Program) for one in given.nouns):
+    if output is not None and any(isinstance(one, Program) for one in given):
         raise InputError("--output: a program has no timeline (expected whole jobs)")
     jobs: list[Job | Program] = [
-        replace(job, machine=machine.on(job.machine)) if isinstance(job, Job) else job for job in given.nouns
+        replace(job, machine=machine.on(job.machine)) if isinstance(job, Job) else job for job in given
     ]
     links = next((job.machine for job in jobs if isinstance(job, Job)), None)
     links = links or machine.on(machine_named("h100"))
@@ -71,7 +71,7 @@ def simulate(
     taken = place(sizes, places.how, network)
     check_taken({gpu for own in taken for gpu in own}, network)
     shift_s = one_each("shift", places.shift, len(jobs), parse_seconds, 0.0)
-    make_timelines(output, len(jobs), given.paths)
+    make_timelines(output, len(jobs), paths)
     steps = STEPS if iterations is None else iterations
     window_s, found = simulate_shared(jobs, taken, network, links, steps=steps, shift_s=shift_s)
     note_unseen({"shared": window_s}, network.disturbances)

@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.table import Table
 
-from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions, note_machine
-from legato.cli.nouns.reading import Files
+from legato.cli.axes import FabricOptions, Given, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.running import MOST_SHOWN, Cells, Running, Simulated, Written
 from legato.cli.options import Json, TimelineOutput, in_flight_words, keep_apart, one_each, split, whole
 from legato.cli.output import fidelity_of, note, print_json, print_rows, print_table, progress
@@ -45,7 +45,8 @@ _MOST_BASELINE = 1_000_000
 
 
 def simulate(
-    found: Files[Workload],
+    paths: list[Path],
+    jobs: list[Workload],
     /,
     what: Simulated,
     given: NetworkOptions,
@@ -58,8 +59,8 @@ def simulate(
     from legato.sweep.grid import network_of
 
     what.check()
-    keep_apart([*found.paths, *([] if what.plan is None else [what.plan]), *given.files], output=output)
-    fidelity, jobs = fidelity_of(what.fidelity, "transfers"), found.nouns
+    keep_apart([*paths, *([] if what.plan is None else [what.plan]), *given.files], output=output)
+    fidelity = fidelity_of(what.fidelity, "transfers")
     if fidelity == "formulas" and options:
         raise InputError(f"{min(options)}: means nothing by formulas (expected --fidelity transfers)")
     (workers,) = one_each("workers", given.axes.get("workers"), 1, whole, None)
@@ -204,7 +205,8 @@ def _disturbed(
 
 
 def sweep(
-    found: Files[Workload],
+    paths: list[Path],
+    workloads: list[Workload],
     /,
     cells: Cells,
     network: SweptOptions,
@@ -214,14 +216,15 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, and write the rows, or print them."""
+    from legato.report.model import Report
     from legato.sweep import Grid
     from legato.sweep import sweep as sweep_grid
     from legato.sweep.grid import fabric_names
 
-    written.check(found.paths, ".parquet", ".csv", ".html")
+    written.check(paths, ".parquet", ".csv", ".html")
     fidelity = fidelity_of(cells.fidelity, "transfers")
     grid = Grid(
-        workloads=tuple(found.nouns),
+        workloads=tuple(workloads),
         fabrics=tuple(fabric_names(fidelity) if cells.fabric == "all" else split(cells.fabric)),
         schedulers=tuple(split("plain" if cells.scheduler is None else cells.scheduler)),
         fidelity=fidelity,
@@ -231,25 +234,8 @@ def sweep(
     )
     with running.cells(written.first) as how:
         rows = sweep_grid(grid, **how)
-    _write(rows, written.paths)
-    if json:
-        print_json([row.columns for row in rows])
-    else:
-        note_machine(network.named())
-        _show(rows, grid, network.file)
-        written.tell(len(rows))
-
-
-def _write(rows: Sequence[SweepRow], paths: Sequence[Path]) -> None:
-    from legato.report.html import write_report
-    from legato.report.model import Report
-    from legato.sweep import write_rows
-
-    for path in paths:
-        if path.suffix == ".html":
-            write_report(path, Report(sweep=tuple(rows)))
-        else:
-            write_rows(path, rows)
+    report, show = partial(Report, sweep=tuple(rows)), partial(_show, rows, grid, network)
+    written.rows(rows, report, show, json)
 
 
 class _Column(NamedTuple):
@@ -312,12 +298,11 @@ def _sends(grid: Grid) -> list[str]:
     return [f"{format_seconds(latest_s)} a send{less}"] if latest_s else []
 
 
-def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None) -> None:
+def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
     """Print one row per cell, or of many the fastest on each network; what is the same everywhere is in the title."""
-    shown = list(rows)
-    title = ", ".join(
-        [("" if cluster is None else f"{cluster}: ") + count(len(rows), "cell"), *_same_everywhere(rows, grid)]
-    )
+    note_machine(network.named())
+    shown, cluster = list(rows), "" if network.file is None else f"{network.file}: "
+    title = ", ".join([cluster + count(len(rows), "cell"), *_same_everywhere(rows, grid)])
     if len(rows) > MOST_SHOWN:
         shown = _fastest_each(rows)
         title += f"; the fastest on each of {count(len(shown), 'network')}"
