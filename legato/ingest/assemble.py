@@ -13,8 +13,6 @@ from legato.ingest.traced import Gradient, Notes, TracedOp
 
 __all__ = ["assemble", "mirrored_readers"]
 
-_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-
 
 def assemble(
     name: str,
@@ -36,29 +34,31 @@ def assemble(
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
-    kept = [i for phase in _PHASES[:2] for i, op in enumerate(ops) if op.phase == phase]
-    place = {old: new for new, old in enumerate(kept)}
-    built = [_op(ops[old], old, place, keep_idle) for old in kept]
-    forward = sum(op.phase == "forward" for op in built)
-    if forward == len(built):
+    forward, backward = _of_phase(ops, "forward"), _of_phase(ops, "backward")
+    if not backward:
         raise InputError("no computation found in the backward pass")
+    place = {old: new for new, old in enumerate([*forward, *backward])}
+    built = [_op(ops[old], old, place, keep_idle) for old in place]
     gradients = _with_readers(gradients, ops, notes)
-    update_s = math.fsum(_seconds(op, keep_idle) for op in ops if op.phase == "optimizer")
+    update_s = math.fsum(_seconds(ops[i], keep_idle) for i in _of_phase(ops, "optimizer"))
     total = sum(gradient.nbytes for gradient in gradients)
-    backward = (i if op.phase == "backward" else -1 for i, op in enumerate(ops))
-    latest = list(itertools.accumulate(backward, max, initial=-1))  # the last backward op before each op
     tensors = []
     for number, gradient in enumerate(gradients):
-        ready = place.get(latest[min(gradient.ready_after, len(ops) - 1) + 1], forward)
-        readers = sorted(place[r] for r in gradient.readers or () if r in place and place[r] < forward)
+        before = bisect.bisect_right(backward, gradient.ready_after)
+        ready = place[backward[before - 1]] if before else len(forward)
+        readers = sorted(place[r] for r in gradient.readers or () if place.get(r, len(ops)) < len(forward))
         if update_s > 0:
             built.append(Op(f"update {gradient.name}", "optimizer", update_s * gradient.nbytes / total))
-            readers.append(len(kept) + number)
+            readers.append(len(place) + number)
         tensors.append(Tensor(gradient.name, gradient.nbytes, ready, tuple(readers)))
     if update_s > 0:
         notes.assume("the optimizer's time is divided among the tensors in proportion to their bytes")
     tensors.sort(key=lambda tensor: tensor.ready_after)
     return Workload(name, tuple(built), tuple(tensors), 1, device, untraced_s)
+
+
+def _of_phase(ops: Sequence[TracedOp], phase: Phase) -> list[int]:
+    return [i for i, op in enumerate(ops) if op.phase == phase]
 
 
 def _op(op: TracedOp, index: int, place: dict[int, int], keep_idle: bool) -> Op:
@@ -94,8 +94,7 @@ def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> lis
     backward pass, its parameter is first read after a share 1 - f of the forward
     pass.
     """
-    forward = [i for i, op in enumerate(ops) if op.phase == "forward"]
-    backward = [i for i, op in enumerate(ops) if op.phase == "backward"]
+    forward, backward = _of_phase(ops, "forward"), _of_phase(ops, "backward")
     if not forward or not backward:
         return [() for _ in ready_after]
     ends = list(itertools.accumulate(ops[i].duration_s for i in backward))

@@ -6,7 +6,7 @@ The n-th communication of a group on one rank is the n-th one on the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 from legato.core.errors import InputError
@@ -16,7 +16,7 @@ from legato.ingest.names import GROUPED, ranks_in_words
 from legato.ingest.source import one_line
 from legato.ingest.traced import Notes, TracedTransfer
 
-__all__ = ["Joint", "Transfers", "check", "communications", "matched"]
+__all__ = ["Joint", "Transfers", "check", "communications", "matched", "numbered"]
 
 #: Those of each rank, in the order in which it issues them.
 Transfers: TypeAlias = Mapping[int, Sequence[TracedTransfer]]
@@ -60,24 +60,45 @@ def matched(transfers: Transfers) -> list[Joint]:
     result = []
     for (one_way, group), numbers in found.items():
         ranks = [rank for rank in group or transfers if rank in transfers]
-        if outside := [rank for rank in numbers if rank not in ranks]:
-            raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
-        most = max(numbers, key=lambda rank: len(numbers[rank]))
-        for rank in ranks:
-            if len(numbers.get(rank, ())) != len(numbers[most]):
-                raise InputError(
-                    f"rank {rank}: {count(len(numbers.get(rank, ())), 'collective')} of {ranks_in_words(group)} "
-                    f"(expected {len(numbers[most])}, as on rank {most})"
-                )
-        for parts in zip(*(numbers[rank] for rank in ranks), strict=True):
-            kinds = [transfers[rank][part].kind for rank, part in zip(ranks, parts, strict=True)]
-            if not one_way and (other := next((k for k, kind in enumerate(kinds) if kind != kinds[0]), 0)):
-                raise InputError(
-                    f"rank {ranks[other]}: {kinds[other]} in {ranks_in_words(group)} "
-                    f"(expected {kinds[0]}, as on rank {ranks[0]})"
-                )
-            result.append(Joint("send" if one_way else kinds[0], group, dict(zip(ranks, parts, strict=True))))
+        _check_same_number(group, ranks, numbers)
+        for each in zip(*(numbers[rank] for rank in ranks), strict=True):
+            parts = dict(zip(ranks, each, strict=True))
+            kinds = {rank: transfers[rank][part].kind for rank, part in parts.items()}
+            result.append(Joint("send" if one_way else _same_kind(group, kinds), group, parts))
     return result
+
+
+def _check_same_number(group: tuple[int, ...], ranks: Sequence[int], numbers: Mapping[int, Sequence[int]]) -> None:
+    """Raise `InputError` if these ranks of a group, and no others, have not the same number of its communications."""
+    if outside := [rank for rank in numbers if rank not in ranks]:
+        raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
+    most = max(numbers, key=lambda rank: len(numbers[rank]))
+    for rank in ranks:
+        if len(numbers.get(rank, ())) != len(numbers[most]):
+            raise InputError(
+                f"rank {rank}: {count(len(numbers.get(rank, ())), 'collective')} of {ranks_in_words(group)} "
+                f"(expected {len(numbers[most])}, as on rank {most})"
+            )
+
+
+def _same_kind(group: tuple[int, ...], kinds: Mapping[int, str]) -> str:
+    """The kind that a collective has on all of its ranks."""
+    first = next(iter(kinds))
+    for rank, kind in kinds.items():
+        if kind != kinds[first]:
+            raise InputError(
+                f"rank {rank}: {kind} in {ranks_in_words(group)} (expected {kinds[first]}, as on rank {first})"
+            )
+    return kinds[first]
+
+
+def numbered(joints: Sequence[Joint], ranks: Iterable[int]) -> dict[int, dict[int, int]]:
+    """For each rank, by the number of a communication among its own, the number among all."""
+    found: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
+    for k, joint in enumerate(joints):
+        for rank, part in joint.parts.items():
+            found[rank][part] = k
+    return found
 
 
 def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
@@ -94,7 +115,7 @@ def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> 
         for transfer in own:
             where, one_way = f"rank {rank}: {one_line(transfer.name, 60)}", transfer.kind in ("send", "recv")
             if (transfer.peer is None) if one_way else (transfer.kind not in _OPERATIONS):
-                what = "send and receive" if transfer.kind == GROUPED else transfer.kind.replace("_", "-")
+                what = {GROUPED: "send and receive"}.get(transfer.kind, transfer.kind.replace("_", "-"))
                 raise InputError(f"{where}: {what} (expected a collective, or a send or receive with its peer)")
             if not (one_way or transfer.group):
                 if grouped or transfer.ranks not in (None, number):
@@ -109,27 +130,17 @@ def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> 
 def communications(joints: Sequence[Joint], transfers: Transfers, number: int, notes: Notes) -> list[Communication]:
     """The communications with their kinds, sizes and traced times."""
     everyone = tuple(range(number))
-    parts = [list(joint.of(transfers).values()) for joint in joints]
-    gradients = {
-        joint.group or everyone
-        for joint, same in zip(joints, parts, strict=True)
-        if joint.kind == "reduce_scatter" and any(t.carries_gradients for t in same)
-    }
+    parts = [(joint, joint.group or everyone, list(joint.of(transfers).values())) for joint in joints]
+    gradients = {group for joint, group, same in parts if joint.kind == "reduce_scatter" and _carries_gradients(same)}
     result, shared = list[Communication](), dict[tuple[int, ...], tuple[tuple[int, ...], ...]]()
-    for joint, same in zip(joints, parts, strict=True):
-        group = joint.group or everyone
+    for joint, group, same in parts:
         operation = cast(Operation, _SAME_COST.get(joint.kind, joint.kind))
         if joint.kind == "reduce":
             notes.assume("a reduce takes as long as a broadcast")
-        nbytes = max(t.nbytes or 0 for t in same)
-        if min(t.nbytes or 0 for t in same) < nbytes:
-            if operation != "all_to_all":
-                sizes = ", ".join(f"{t.nbytes:,}" for t in same[:4])
-                raise InputError(f"bytes of {joint.kind} of {ranks_in_words(group)}: {sizes} (expected the same)")
-            notes.assume("an all-to-all of unequal parts takes as long as one of the largest")
-        kind = _named(next((t.purpose for t in same if t.purpose), ""))
-        sent = any(t.carries_gradients for t in same) or (joint.kind == "all_gather" and group in gradients)
-        kind = kind or ("data" if sent else _described(operation, group, number))
+        nbytes = _largest(joint.kind, group, same, notes)
+        sent = _carries_gradients(same) or (joint.kind == "all_gather" and group in gradients)
+        named = _named(next(filter(None, (t.purpose for t in same)), ""))
+        kind = named or ("data" if sent else _described(operation, group, number))
         result.append(
             Communication(
                 kind,
@@ -140,6 +151,21 @@ def communications(joints: Sequence[Joint], transfers: Transfers, number: int, n
             )
         )
     return result
+
+
+def _carries_gradients(same: Sequence[TracedTransfer]) -> bool:
+    return any(t.carries_gradients for t in same)
+
+
+def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], notes: Notes) -> int:
+    """The bytes of a communication on each of its ranks; the most, if it is an all-to-all of unequal parts."""
+    sizes = [t.nbytes or 0 for t in same]
+    if min(sizes) < max(sizes):
+        if kind != "all_to_all":
+            told = ", ".join(f"{t.nbytes:,}" for t in same[:4])
+            raise InputError(f"bytes of {kind} of {ranks_in_words(group)}: {told} (expected the same)")
+        notes.assume("an all-to-all of unequal parts takes as long as one of the largest")
+    return max(sizes)
 
 
 def _named(purpose: str) -> str:

@@ -12,7 +12,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError, InputError
 from legato.core.text import count
 from legato.core.units import format_seconds
-from legato.ingest.source import one_line, read_all
+from legato.ingest.source import read_all
 from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
@@ -98,11 +98,11 @@ def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, li
     results.
     """
     lines = read_all(path).decode(errors="replace").splitlines()  # each may begin with what a launcher says
-    tests = dict.fromkeys(found.group(1) for line in lines if (found := _TEST.search(line)))
-    if other := next((test for test in tests if test != "all_reduce"), None):
-        raise FileError(f"{path}: output of {one_line(other)}_perf (expected that of all_reduce_perf)")
-    ranks = [int(found.group(1)) for line in lines if (found := _RANK.search(line))]
-    headings = [line[found.end() :].split() for line in lines if (found := _HEADING.search(line))]
+    for test in _found(_TEST, lines):
+        if test[1] != "all_reduce":
+            raise FileError(f"{path}: output of {test[1]}_perf (expected that of all_reduce_perf)")
+    ranks = [int(rank[1]) for rank in _found(_RANK, lines)]
+    headings = [heading.string[heading.end() :].split() for heading in _found(_HEADING, lines)]
     if not headings or "time" not in headings[0]:
         raise FileError(f"{path}: no table of sizes and times (expected the output of nccl-tests)")
     if ranks and not any(ranks):
@@ -111,43 +111,46 @@ def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, li
         )
     if len(headings) > 1:
         raise FileError(f"{path}: {len(headings)} runs, with {ranks.count(0)} lists of ranks (expected one run)")
-    if not (workers or ranks):
+    workers = workers or len(ranks)
+    if not workers:
         raise FileError(f"{path}: no list of ranks (expected it, or --workers)")
-    samples = _samples(path, lines, headings[0], len(ranks) or workers or 0)
-    return (
-        Cluster(workers=workers or len(ranks), collectives={"nccl": LinearCost.following(samples)}),
-        samples,
-        len(ranks),
-    )
+    if "redop" not in headings[0]:
+        raise FileError(f"{path}: a collective that reduces nothing (expected the output of all_reduce_perf)")
+    samples = _samples(path, lines, headings[0], len(ranks) or workers)
+    return Cluster(workers=workers, collectives={"nccl": LinearCost.following(samples)}), samples, len(ranks)
+
+
+def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]]:
+    return [found for line in lines if (found := pattern.search(line))]
+
+
+def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
+    """The bytes and seconds of a line of a table, whether its results are right, and busbw over algbw if it has it."""
+    time = max(k for k, word in enumerate(heading) if word == "time")
+    columns = len(heading) + heading.count("timestamp")  # which is two words
+    words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]
+    if len(words) < len(heading) or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(_NUMBER, words[time]):
+        return None
+    wrong = (word for word, column in zip(words, heading, strict=False) if column == "#wrong")
+    right = "FAILED" not in line and all(re.fullmatch(r"0+|N/A", word) for word in wrong)
+    rates = [float(word) for word in words[time + 1 : time + 3] if re.fullmatch(_NUMBER, word)]
+    ratio = rates[1] / rates[0] if len(rates) == 2 and rates[0] >= 1 else None
+    return int(words[0]), float(words[time]) * 1e-6, right, ratio
 
 
 def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:
     """The sizes and times of a table, whose results have to be right and those of an all-reduce."""
-    if "redop" not in heading:
-        raise FileError(f"{path}: a collective that reduces nothing (expected the output of all_reduce_perf)")
-    time = max(k for k, word in enumerate(heading) if word == "time")
-    wrong = [k for k, word in enumerate(heading) if word == "#wrong"]
-    samples: dict[int, float] = {}
-    ratios = []
-    for line in lines:
-        words = (
-            [] if "#" in line else line.replace("FAILED", " ").split()[-len(heading) - heading.count("timestamp") :]
-        )  # which is two words
-        rows = len(words) >= len(heading)
-        if not rows or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(_NUMBER, words[time]):
-            continue
-        nbytes, seconds = int(words[0]), float(words[time]) * 1e-6
-        if "FAILED" in line or any(not re.fullmatch(r"0+|N/A", words[k]) for k in wrong):
+    rows = [row for line in lines if (row := _row(line, heading)) is not None]
+    for nbytes, _, right, _ in rows:
+        if not right:
             raise FileError(f"{path}: wrong results at {count(nbytes, 'byte')} (expected a run in which all are right)")
-        if nbytes > 0 and seconds > 0:
-            samples[nbytes] = seconds
-            rates = [float(word) for word in words[time + 1 : time + 3] if re.fullmatch(_NUMBER, word)]
-            if len(rates) == 2 and rates[0] >= 1:
-                ratios.append(rates[1] / rates[0])
-    if failed := next((found for line in lines if (found := _OUT_OF_BOUNDS.search(line))), None):
-        raise FileError(f"{path}: {failed.group(1)} wrong results (expected a run in which all are right)")
+    for failed in _found(_OUT_OF_BOUNDS, lines):
+        raise FileError(f"{path}: {failed[1]} wrong results (expected a run in which all are right)")
+    measured = [(nbytes, seconds, ratio) for nbytes, seconds, _, ratio in rows if nbytes > 0 and seconds > 0]
+    samples = {nbytes: seconds for nbytes, seconds, _ in measured}
     if len(samples) < 2:
         raise FileError(f"{path}: fewer than two sizes were measured (expected at least two)")
+    ratios = [ratio for *_, ratio in measured if ratio is not None]
     of_all_reduce = 2 * (ranks - 1) / ranks
     if ratios and abs(statistics.median(ratios) - of_all_reduce) > _ROUNDED * of_all_reduce:
         raise FileError(

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from legato.core.errors import FileError, InputError
 from legato.core.text import count
 from legato.core.workload import Op, Tensor, Workload
-from legato.ingest.source import Progress, one_line, read_all, refusals_name_files
+from legato.ingest.source import Progress, one_line, read_all, refusals_name_files, title_of
 from legato.ingest.traced import Imported, Notes
 
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
@@ -114,14 +114,7 @@ def import_send_trace(
     """
     notes = Notes()
     sends = [send for path in paths for send in read_send_trace(path, progress)]
-    workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
-    if not workers:
-        raise FileError(
-            f"{paths[0]}: no sends from a worker to a server (expected devices with names like worker0 and ps0)"
-        )
-    if worker is not None and worker not in workers:
-        raise InputError(f"no worker {one_line(worker, 40)!r} (has {one_line(', '.join(workers))})")
-    mine = worker or workers[0]
+    mine = _worker(paths[0], sends, worker)
     gradients = _aggregation([s for s in sends if s.aggregates and s.source == mine], after, _patterns(drop))
     order = _distribution([s for s in sends if s.distributes and s.destination == mine], gradients, notes)
     backward_s = gradients[-1].time_s - gradients[0].time_s
@@ -130,8 +123,19 @@ def import_send_trace(
         notes.lacks("the forward pass (--forward)", "the forward pass takes half as long as the backward pass")
     notes.lacks("the forward time of each layer", "all layers take the same time")
     notes.lacks("the time of the first backward op", "the first backward op takes no time")
-    title = name or one_line(paths[0].name.partition(".")[0], 60) or "trace"
-    return Imported(_workload(title, gradients, order, forward_s), None, (), notes)
+    return Imported(_workload(name or title_of(paths[0]), gradients, order, forward_s), None, (), notes)
+
+
+def _worker(path: Path, sends: list[Send], wanted: str | None) -> str:
+    """The worker that was asked for, else the first that sends to a server."""
+    workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
+    if not workers:
+        raise FileError(
+            f"{path}: no sends from a worker to a server (expected devices with names like worker0 and ps0)"
+        )
+    if wanted is not None and wanted not in workers:
+        raise InputError(f"no worker {one_line(wanted, 40)!r} (has {one_line(', '.join(workers))})")
+    return wanted or workers[0]
 
 
 def _patterns(drop: Sequence[str] | None) -> list[re.Pattern[str]]:

@@ -22,6 +22,7 @@ __all__ = [
     "read_all",
     "read_blocks",
     "refusals_name_files",
+    "title_of",
 ]
 
 Options = ParamSpec("Options")
@@ -130,6 +131,11 @@ def refusals_name_files(
             raise FileError(f"{named(paths)}: {error}") from None
 
     return named_read
+
+
+def title_of(path: Path) -> str:
+    """The name of what a trace tells, if the user gives none."""
+    return one_line(path.name.partition(".")[0], 60) or "trace"
 
 
 def one_line(text: str, limit: int = 120) -> str:

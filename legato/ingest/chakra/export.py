@@ -39,8 +39,10 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
         raise InputError(f"a plan with shard {plan.shard!r} cannot be written as Chakra (expected one without shards)")
     if any(message.wire is not None for message in plan.messages):
         raise InputError("a plan with messages in a wire format cannot be written as Chakra (expected exact ones)")
-    compute, network = _spans(workload, plan, timeline)
+    if any(message.kind in ("push", "pull") for message in plan.messages):
+        raise InputError("a plan with parameter servers cannot be written as Chakra (expected collectives)")
     order = plan.op_order or workload.iteration_order()
+    compute, network = _spans(workload, plan, timeline, order)
     first_message = len(workload.ops)
     covering = _covering(workload, plan)
     data = [frame(_metadata(workload, plan))]
@@ -68,10 +70,8 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
     return b"".join(data)
 
 
-def _spans(workload: Workload, plan: Plan, timeline: Timeline) -> tuple[list[Span], list[Span]]:
+def _spans(workload: Workload, plan: Plan, timeline: Timeline, order: Sequence[int]) -> tuple[list[Span], list[Span]]:
     """The spans of the first worker's ops and messages, in order of start."""
-    if any(message.kind in ("push", "pull") for message in plan.messages):
-        raise InputError("a plan with parameter servers cannot be written as Chakra (expected collectives)")
     first = min((s.worker for s in timeline.spans), default=0)
     mine = sorted((s for s in timeline.spans if s.worker == first), key=lambda s: (s.start_s, s.end_s))
     network = [s for s in mine if s.kind == "message"]
@@ -79,7 +79,7 @@ def _spans(workload: Workload, plan: Plan, timeline: Timeline) -> tuple[list[Spa
         raise PlanError(f"the timeline has {len(network)} messages (expected {len(plan.messages)}, as in this plan)")
     left = [s for s in mine if s.kind != "message"][::-1]
     compute, clock = [], 0.0
-    for index in plan.op_order or workload.iteration_order():
+    for index in order:
         op = workload.ops[index]
         if left and left[-1].name == op.name and (op.duration_s > 0 or left[-1].end_s == left[-1].start_s):
             compute.append(left.pop())

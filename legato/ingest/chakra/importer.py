@@ -19,6 +19,7 @@ writes it); otherwise they are found by position (see `assemble`).
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
 import math
@@ -35,7 +36,7 @@ from legato.ingest.chakra.file import TraceNode, read_nodes
 from legato.ingest.chakra.program import MOST_NEEDS, RankGraph, program
 from legato.ingest.chakra.schema import COLLECTIVES, COMPUTE, MEMORY, SEND_RECEIVE, TRANSFER
 from legato.ingest.names import GRADIENT_KINDS, collective_kind
-from legato.ingest.source import Progress, one_line, refusals_name_files
+from legato.ingest.source import Progress, one_line, refusals_name_files, title_of
 from legato.ingest.traced import Gradient, Imported, Notes, TracedOp, Whole
 
 __all__ = ["import_chakra", "import_chakra_program"]
@@ -50,11 +51,7 @@ _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
 
 @refusals_name_files
 def import_chakra(
-    paths: Sequence[Path],
-    *,
-    name: str | None = None,
-    rank: int | None = None,
-    progress: Progress | None = None,
+    paths: Sequence[Path], *, name: str | None = None, rank: int | None = None, progress: Progress | None = None
 ) -> Imported:
     """Import the `.et` files of one or more ranks; the workload is that of one of them.
 
@@ -73,8 +70,8 @@ def import_chakra(
             raise FileError(f"{ranks[r]}: other collectives than in {ranks[chosen]} (expected ranks of one job)")
     graph = _Graph(ranks[chosen], graphs[chosen], notes)
     ops, gradients = graph.ops(), graph.gradients()
-    title = name or one_line(ranks[chosen].name.partition(".")[0], 60) or "trace"
-    workload = assemble(title, ops, gradients, notes, keep_idle=True, device=graph.device, untraced_s=None)
+    name = name or title_of(ranks[chosen])
+    workload = assemble(name, ops, gradients, notes, keep_idle=True, device=graph.device, untraced_s=None)
     return Imported(workload, None, (), notes)
 
 
@@ -96,8 +93,8 @@ def import_chakra_program(
                 f"{path}: no node depends on a collective (expected to be told what waits, as kineto tells)"
             )
         graphs[rank] = RankGraph.of(graph.order, graph.computing - collectives.keys(), collectives)
-    title = name or one_line(ranks[min(ranks)].name.partition(".")[0], 60) or "trace"
-    return Imported(None, None, (), notes, whole=Whole(program(title, graphs, notes), notes))
+    whole = Whole(program(name or title_of(ranks[min(ranks)]), graphs, notes), notes)
+    return Imported(None, None, (), notes, whole=whole)
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
@@ -124,6 +121,10 @@ def _kind_and_size(node: TraceNode) -> tuple[str, int | None]:
     return kind, size if good else None
 
 
+def _carries_gradients(node: TraceNode) -> bool:
+    return _is_transfer(node) and _kind_and_size(node)[0] in GRADIENT_KINDS
+
+
 class _Graph:
     """One rank's nodes in the order of their dependencies."""
 
@@ -147,7 +148,14 @@ class _Graph:
             notes.lacks("data dependencies between kernels", "each kernel and each transfer needs the kernel before it")
         self._phases = self._phased()
         self._place = {n.id: i for i, n in enumerate(self._kept)}
+        self._ids = sorted(self._place)
+        self._latest_by_id = list(itertools.accumulate(map(self._place.__getitem__, self._ids), max, initial=0))
         self._needs = self._contracted()
+
+    @functools.cached_property
+    def _kept_until(self) -> dict[int, int]:
+        kept = itertools.accumulate(int(n.id in self._place) for n in self.order)
+        return dict(zip((n.id for n in self.order), kept, strict=True))
 
     def _computes(self, node: TraceNode, on_device: bool) -> bool:
         if node.type == COMPUTE or node.type in MEMORY:
@@ -262,8 +270,8 @@ class _Graph:
             found: set[int] = set()
             for dep in node.data_deps:
                 if dep in self._nodes:
-                    carries = _is_transfer(self._nodes[dep]) and _kind_and_size(self._nodes[dep])[0] in GRADIENT_KINDS
-                    found |= {dep} if dep in self._place or carries else needs[dep]
+                    own = dep in self._place or _carries_gradients(self._nodes[dep])
+                    found |= {dep} if own else needs[dep]
             needs[node.id] = found
             total += len(found)
             if total > MOST_NEEDS:
@@ -290,36 +298,39 @@ class _Graph:
 
     def gradients(self) -> list[Gradient]:
         """The gradients that transfers carry; a transfer without a size is left out, with a note."""
-        transfers = [n for n in self.order if _is_transfer(n) and _kind_and_size(n)[0] in GRADIENT_KINDS]
-        readers: dict[int, list[int]] = {}
-        for node in self._kept:
-            for dep in self._needs[node.id]:
-                if dep not in self._place and self._phases[node.id] == "forward":
-                    readers.setdefault(dep, []).append(self._place[node.id])
-        found, names = [], set[str]()
-        positions = {n.id: k for k, n in enumerate(self.order)}
-        kept_until = list(itertools.accumulate((n.id in self._place for n in self.order), initial=0))
-        by_id = sorted((n.id, i) for i, n in enumerate(self._kept))
-        latest = list(itertools.accumulate((i for _, i in by_id), max, initial=0))
+        transfers = [n for n in self.order if _carries_gradients(n)]
+        found, names, readers = [], set[str](), self._readers()
         for number, node in enumerate(transfers):
             _, size = _kind_and_size(node)
             if size is None:
                 self._notes.lacks(f"comm_size of node {node.id} ({one_line(node.name, 60)}): left out")
                 continue
-            before = [self._place[d] for d in self._needs[node.id] if d in self._place]
-            ready = max((i for i in before if self._phases[self._kept[i].id] == "backward"), default=None)
-            if self.streamed:
-                ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
-            elif ready is None:
-                self._notes.lacks(
-                    "what some gradient transfers depend on",
-                    "such transfers are ready when the ops before them are done",
-                )
-                ready = kept_until[positions[node.id]] - 1
             own = node.name if node.attributes.get("phase") and node.name not in names else f"bucket {number:02}"
             names.add(own)
-            found.append(Gradient(own, size, ready, tuple(readers[node.id]) if node.id in readers else None))
+            found.append(Gradient(own, size, self._ready_after(node), readers.get(node.id)))
         return found
+
+    def _readers(self) -> dict[int, tuple[int, ...]]:
+        """For each transfer the forward ops that need it, if there are any."""
+        found: dict[int, list[int]] = {}
+        for node in self._kept:
+            for dep in self._needs[node.id]:
+                if dep not in self._place and self._phases[node.id] == "forward":
+                    found.setdefault(dep, []).append(self._place[node.id])
+        return {dep: tuple(readers) for dep, readers in found.items()}
+
+    def _ready_after(self, transfer: TraceNode) -> int:
+        """The op after which a transfer's gradients are ready."""
+        if self.streamed:
+            return self._latest_by_id[bisect.bisect_left(self._ids, transfer.id)]
+        before = (self._place[d] for d in self._needs[transfer.id] if d in self._place)
+        ready = max((i for i in before if self._phases[self._kept[i].id] == "backward"), default=None)
+        if ready is not None:
+            return ready
+        self._notes.lacks(
+            "what some gradient transfers depend on", "such transfers are ready when the ops before them are done"
+        )
+        return self._kept_until[transfer.id] - 1
 
 
 def _named_phase(name: str) -> Phase | None:

@@ -15,7 +15,7 @@ from legato.core.errors import FileError, InputError
 from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.ingest.chakra.file import TraceNode
 from legato.ingest.chakra.schema import SEND_RECEIVE
-from legato.ingest.communications import Joint, check, communications, matched
+from legato.ingest.communications import Joint, check, communications, matched, numbered
 from legato.ingest.names import ranks_in_words
 from legato.ingest.traced import Notes, TracedTransfer
 
@@ -63,10 +63,7 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
     number = len(graphs)
     if number < 2 or set(range(number)) != graphs.keys():
         raise InputError(f"graphs of {ranks_in_words(sorted(graphs))} (expected those of all ranks, from 0 on)")
-    members: dict[object, list[int]] = {}
-    for rank, graph in sorted(graphs.items()):
-        for group in {_group(node) for node in graph.order if node.id in graph.collectives}:
-            members.setdefault(group, []).append(rank)
+    members = _members(graphs)
     if members.keys() - {None}:
         notes.assume("the ranks of a pg_name are those whose graphs have it")
     nodes = {
@@ -76,13 +73,21 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
     transfers = {rank: tuple(_transfer(graphs[rank], node, members) for node in own) for rank, own in nodes.items()}
     check(transfers, number, notes, grouped=False)
     joints = matched(transfers)
-    numbers: dict[int, dict[int, int]] = {rank: {} for rank in graphs}
-    for k, joint in enumerate(joints):
-        for rank, part in joint.parts.items():
-            numbers[rank][nodes[rank][part].id] = k
-    lanes = tuple(Lane((rank,), tuple(_actions(graphs[rank], numbers[rank], joints))) for rank in sorted(graphs))
+    lanes = []
+    for rank, own in numbered(joints, nodes).items():
+        by_node = {nodes[rank][part].id: k for part, k in own.items()}
+        lanes.append(Lane((rank,), tuple(_actions(graphs[rank], by_node, joints))))
     notes.assume("an op runs when the ops before it have ended, and what nothing depends on is waited for at the end")
-    return Program(name, lanes, tuple(communications(joints, transfers, number, notes)))
+    return Program(name, tuple(lanes), tuple(communications(joints, transfers, number, notes)))
+
+
+def _members(graphs: Mapping[int, RankGraph]) -> dict[object, list[int]]:
+    """The ranks whose graphs have collectives of a process group, by its name."""
+    found: dict[object, list[int]] = {}
+    for rank, graph in sorted(graphs.items()):
+        for group in {_group(node) for node in graph.order if node.id in graph.collectives}:
+            found.setdefault(group, []).append(rank)
+    return found
 
 
 def _group(node: TraceNode) -> object:

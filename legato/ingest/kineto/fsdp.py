@@ -100,6 +100,13 @@ def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sh
     )
 
 
+def _late(marks: Sequence[_Mark]) -> set[str]:
+    """The groups that are reduced when the backward pass has ended."""
+    ends = [m for m in marks if m.what == "root_post_backward_callback"]
+    reduced = (m for m in marks if m.what == "post_backward_accumulate")
+    return {m.path for m in reduced if any(end.start_s <= m.start_s <= end.end_s for end in ends)}
+
+
 class _Walk:
     """One step, in the order in which the host launched it."""
 
@@ -108,17 +115,19 @@ class _Walk:
         self.order: list[str] = []  # the groups, in the order of the forward pass
         self.parts: dict[str, int] = {}  # of how many modules each is
         self.opened: Counter[str] = Counter()  # how often each runs forward
-        self.batches, self.buffers, self.odd = 0, 1, ""
-        self.late: set[str] = set()  # reduced when the backward pass has ended
+        self.batches, self.odd = 0, ""
         self.seconds: dict[tuple[bool, str, int], float] = defaultdict(float)  # by pass, group and part
         self.collectives: dict[tuple[str, str], list[_Sent]] = defaultdict(list)  # by kind and group
         self.reduced_at: dict[_Mark, float] = {}  # when its collective was issued, and its gradients were packed
         self.update_s = self.copying_s = 0.0
         self.copied_nbytes = 0
         marks = list(self._marks())
+        self.late = _late(marks)
         self.times: list[float] = []
         self.states: list[_State] = []
         self._follow(marks)
+        reductions = [m.what for m in sorted(marks) if m.what in ("post_backward_reduce", "post_backward_rs_wait")]
+        self.buffers = max([*reductions, "post_backward_rs_wait"].index("post_backward_rs_wait"), 1)
         if self.batches:
             self._send()
             used = [m.path for m in marks if m.what == "all_gather_copy_out"]  # a gather may be for nobody
@@ -162,14 +171,11 @@ class _Walk:
 
     def _follow(self, marks: Sequence[_Mark]) -> None:
         """Note what the host does from each moment on at which a mark begins or ends."""
-        ends = [m for m in marks if m.what == "root_post_backward_callback"]
-        for mark in marks:
-            if mark.what == "post_backward_accumulate" and any(e.start_s <= mark.start_s <= e.end_s for e in ends):
-                self.late.add(mark.path)
-        edges = [(m.start_s, True, m) for m in marks] + [(m.end_s, False, m) for m in marks]
+        lasting = [m for m in marks if m.start_s < m.end_s]
+        edges = [(m.start_s, True, m) for m in lasting] + [(m.end_s, False, m) for m in lasting]
         own, hook, behind = list[_Mark](), _ROOT, -1
         opened: dict[str, int] = {}  # the groups that compute, the innermost last, and the number of the module
-        for moment, begins, mark in sorted(edge for edge in edges if edge[2].start_s < edge[2].end_s):
+        for moment, begins, mark in sorted(edges):
             if _OWN.fullmatch(mark.what):
                 own = [*own, mark] if begins else [m for m in own if m != mark]
             if begins:
@@ -178,8 +184,6 @@ class _Walk:
             path = next(reversed(opened), _ROOT)
             self.times.append(moment)
             self.states.append(_State(own[-1] if own else None, hook, path, opened.get(path, behind)))
-        reductions = [m.what for m in sorted(marks) if m.what in ("post_backward_reduce", "post_backward_rs_wait")]
-        self.buffers = max([*reductions, "post_backward_rs_wait"].index("post_backward_rs_wait"), 1)
 
     def _begin(self, mark: _Mark, opened: dict[str, int], behind: int) -> int:
         """Open or close a group, and return the group that the root's computation is behind from now on."""

@@ -231,13 +231,14 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
     """Parameters of the pool with exactly `nbytes` in all: all or the latest, all but one, or any run of them."""
     pool = [p for p in pool if p.nbytes is not None]
-    sums = [0, *itertools.accumulate(p.nbytes or 0 for p in pool)]
+    sizes = [p.nbytes or 0 for p in pool]
+    sums = [0, *itertools.accumulate(sizes)]
     begins = {total: k for k, total in enumerate(sums)}
     wanted = nbytes or 0
     if (k := begins.get(sums[-1] - wanted, len(pool))) < len(pool):
         return pool[k:]
-    for k, parameter in enumerate(pool):
-        if len(pool) > 1 and sums[-1] - (parameter.nbytes or 0) == wanted:
+    for k, size in enumerate(sizes):
+        if len(pool) > 1 and sums[-1] - size == wanted:
             return pool[:k] + pool[k + 1 :]
     runs = ((begins[total - wanted], k) for k, total in enumerate(sums) if total - wanted in begins)
     return next((pool[first:last] for first, last in runs if first < last), None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
@@ -17,16 +17,16 @@ from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, over
 from legato.core.units import format_seconds
 from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
-from legato.ingest.communications import matched
+from legato.ingest.communications import Joint, matched
 from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.program import clock_shifts, program
-from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
+from legato.ingest.kineto.step import TracedStep, extract, step_intervals, transfers_of, trim
 from legato.ingest.kineto.trace.events import STRAY, HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.names import Transfers
-from legato.ingest.source import Progress, one_line, refusals_name_files
-from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
+from legato.ingest.source import Progress, one_line, refusals_name_files, title_of
+from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, TracedTransfer, Whole
 
 __all__ = ["Graph", "import_kineto"]
 
@@ -45,6 +45,14 @@ class Graph(Protocol):
 
     def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
         """The ops of a trimmed step with their data dependencies."""
+
+
+class _Step(NamedTuple):
+    """A step on all ranks: as the traces have it, trimmed, and measured."""
+
+    whole: dict[int, TracedStep]
+    trimmed: dict[int, TracedStep]
+    measures: dict[int, RankMeasure]
 
 
 @refusals_name_files
@@ -73,101 +81,119 @@ def import_kineto(
     traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
     first = _first(traces, rank)
     marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
-    wanted = _wanted(marked[first], step, traces[first])
-    steps_of: dict[int, dict[str, TracedStep]] = {}
+    graph_of = {r: (graphs or {}).get(trace.path) for r, trace in traces.items()}
 
-    def read(r: int) -> dict[str, TracedStep]:
-        graph = (graphs or {}).get(traces[r].path)
-        return _steps(traces[r], marked[r], wanted, graph, known, notes, next(readings, None))
+    def read(r: int, wanted: list[HostInterval]) -> dict[str, TracedStep]:
+        return _steps(traces[r], marked[r], wanted, graph_of[r], known, notes, next(readings, None))
 
-    for r in [first, *(r for r in sorted(traces) if r != first)]:
-        found = read(r)
-        wanted = [interval for interval in wanted if interval.name in found]
-        steps_of[r] = {n: s if r == first else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    read_steps = _on_all_ranks(read, first, traces, _wanted(marked[first], step, traces[first]))
     for marks in traces.values():
         _note_repairs(marks, notes)
-    every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
-    waits_known = [_set_waits(steps, traces, notes) for steps in every]
-    trimmed = [{r: trim(s) for r, s in steps.items()} for steps in every]
-    measures = [
-        {r: _measure(r, s, waits) for r, s in steps.items()} for steps, waits in zip(trimmed, waits_known, strict=True)
-    ]
-    chosen = _longest(measures) if rank is None else rank
+    every = [_measured(whole, traces, notes) for whole in read_steps]
+    chosen = _longest([step.measures for step in every]) if rank is None else rank
     if chosen != first:  # its events are needed now; those of all ranks at a time might not fit into memory
-        again = read(chosen)
-        for steps in (*every, *trimmed):
-            steps[chosen] = replace(steps[chosen], trace=again[steps[chosen].interval.name].trace)
-    middle = statistics.median_low(steps[chosen].length_s for steps in every)
-    number = next(k for k, steps in enumerate(every) if steps[chosen].length_s == middle)
-    untrimmed, whole, every = [steps[chosen] for steps in every], every[number], trimmed
-    steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
+        again = read(chosen, [step.whole[chosen].interval for step in every])
+        for whole, trimmed, _ in every:
+            trace = again[whole[chosen].interval.name].trace
+            for steps in (whole, trimmed):
+                steps[chosen] = replace(steps[chosen], trace=trace)
+    title, workers = name or title_of(traces[first].path), traces[chosen].workers
+    return _imported(title, every, chosen, workers, graph_of[chosen], notes, keep_idle)
+
+
+def _on_all_ranks(
+    read: Callable[[int, list[HostInterval]], dict[str, TracedStep]],
+    first: int,
+    ranks: Iterable[int],
+    wanted: list[HostInterval],
+) -> list[dict[int, TracedStep]]:
+    """Those wanted steps that all ranks have; only the first rank's keep their events."""
+    steps_of: dict[int, dict[str, TracedStep]] = {}
+    for r in sorted(ranks, key=lambda r: (r != first, r)):
+        found = read(r, wanted)
+        wanted = [interval for interval in wanted if interval.name in found]
+        steps_of[r] = {n: s if r == first else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    return [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
+
+
+def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> _Step:
+    waits_known = _set_waits(whole, traces, notes)
+    trimmed = {r: trim(s) for r, s in whole.items()}
+    return _Step(whole, trimmed, {r: _measure(r, s, waits_known) for r, s in trimmed.items()})
+
+
+def _imported(
+    title: str, every: list[_Step], chosen: int, workers: int | None, graph: Graph | None, notes: Notes, keep_idle: bool
+) -> Imported:
+    """All that is known of the chosen rank's step of median length, and of the other steps beside it."""
+    lengths_s = [step.whole[chosen].length_s for step in every]
+    number = lengths_s.index(statistics.median_low(lengths_s))
+    whole, steps, measures = every[number]
+    mine = steps[chosen]
     for kernel, seconds in mine.suspected.items():
         said = f"{one_line(kernel, 60)} looks like a transfer, and is counted as computing"
         notes.assume(f"{said} ({format_seconds(seconds)} of a step; --transfer says what it is)")
-    graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
         mine = replace(mine, ops=tuple(graph.dependencies(mine, notes)))
     else:
         notes.lacks("data dependencies between ops", "each op needs the one before it")
-    title = name or _title(traces[first].path)
     sent = gradients(mine, notes)
     workload, lacking = _workload(title, mine, sent, notes, keep_idle)
-    others = (
-        [] if graph is not None or workload is None else [s[chosen] for s in (*every[:number], *every[number + 1 :])]
-    )
-    more = [_workload(title, s, gradients(s, ignored := Notes()), ignored, keep_idle)[0] for s in others]
+    others = [step.trimmed[chosen] for step in (*every[:number], *every[number + 1 :])]
     return Imported(
         workload,
-        _timeline(title, steps, chosen, measured),
-        tuple(measures[number][r] for r in sorted(traces)),
+        _timeline(title, steps, chosen, measures[chosen]),
+        tuple(measures.values()),
         notes,
         lacking=lacking,
-        steps=tuple(m[r] for m in measures for r in sorted(traces)),
-        transfers=tuple(t for steps in every for t in steps[chosen].transfers),
-        workers=traces[chosen].workers,
+        steps=tuple(measure for step in every for measure in step.measures.values()),
+        transfers=tuple(t for step in every for t in step.trimmed[chosen].transfers),
+        workers=workers,
         plan=None if workload is None else _plan(mine, sent),
         rank=chosen,
         on_device=mine.on_device,
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
-        sharded=sharded(untrimmed, number, traces[chosen].workers),
-        whole=_whole(title, whole, traces[chosen].workers, keep_idle),
-        others=tuple(o for o in more if o is not None and workload is not None and len(o.ops) == len(workload.ops)),
+        sharded=sharded([step.whole[chosen] for step in every], number, workers),
+        whole=_whole(title, whole, workers, keep_idle),
+        others=() if graph is not None or workload is None else _alike(workload, others, keep_idle),
     )
+
+
+def _alike(workload: Workload, others: Sequence[TracedStep], keep_idle: bool) -> tuple[Workload, ...]:
+    """The workloads of those other steps that have as many ops as this one's."""
+    ignored = Notes()
+    found = (_workload(workload.name, s, gradients(s, ignored), ignored, keep_idle)[0] for s in others)
+    return tuple(other for other in found if other is not None and len(other.ops) == len(workload.ops))
 
 
 def _note_repairs(marks: Marks, notes: Notes) -> None:
     """Say what in a file was no record of anything, and was left out or repaired."""
-    if timeless := marks.timeless.total():
-        notes.assume(
-            f"{marks.path.name}: {count(timeless, 'event')} without times or of negative duration did not happen"
-        )
-    if marks.unmarked:
-        notes.assume(f"{marks.path.name}: {count(marks.unmarked, 'ProfilerStep mark')} of no time mark nothing")
-    if left_out := marks.devices.total() - marks.devices[marks.device]:
-        kept = f"the device of the rank is {marks.device}"
-        notes.assume(f"{marks.path.name}: {kept}, without {count(left_out, 'event')} of other devices")
-    if marks.repeats:
-        notes.assume(f"{marks.path.name}: {count(marks.repeats, 'event')} that are in the file twice happened once")
-    if marks.misplaced:
-        far = count(marks.misplaced, "event")
-        notes.assume(f"{marks.path.name}: {far} far from where launches have them did not happen")
-    if marks.endless:
-        notes.assume(
-            f"{marks.path.name}: streams run one after another, so {count(marks.endless, 'event')} that would outlast "
-            "the next one ended where that begins"
-        )
-    if marks.behind_s:
-        notes.assume(
-            f"{marks.path.name}: most kernels begin before their launches, so the clock of the device is "
-            f"{format_seconds(marks.behind_s)} behind that of the host"
-        )
-    if marks.late:
-        notes.assume(
-            f"{marks.path.name}: the clocks of host and device are apart, so {count(marks.late, 'kernel')} that began "
-            "before the launch waited for what ended as it began"
-        )
-    if marks.repaired:
-        notes.assume(f"{marks.path.name}: what is not JSON means what it shows ({count(marks.repaired, 'value')})")
+    timeless, left_out = marks.timeless.total(), marks.devices.total() - marks.devices[marks.device]
+    for happened, said in (
+        (timeless, f"{count(timeless, 'event')} without times or of negative duration did not happen"),
+        (marks.unmarked, f"{count(marks.unmarked, 'ProfilerStep mark')} of no time mark nothing"),
+        (left_out, f"the device of the rank is {marks.device}, without {count(left_out, 'event')} of other devices"),
+        (marks.repeats, f"{count(marks.repeats, 'event')} that are in the file twice happened once"),
+        (marks.misplaced, f"{count(marks.misplaced, 'event')} far from where launches have them did not happen"),
+        (
+            marks.endless,
+            f"streams run one after another, so {count(marks.endless, 'event')} that would outlast the next one ended "
+            "where that begins",
+        ),
+        (
+            marks.behind_s,
+            "most kernels begin before their launches, so the clock of the device is "
+            f"{format_seconds(marks.behind_s)} behind that of the host",
+        ),
+        (
+            marks.late,
+            f"the clocks of host and device are apart, so {count(marks.late, 'kernel')} that began before the launch "
+            "waited for what ended as it began",
+        ),
+        (marks.repaired, f"what is not JSON means what it shows ({count(marks.repaired, 'value')})"),
+    ):
+        if happened:
+            notes.assume(f"{marks.path.name}: {said}")
 
 
 def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
@@ -198,16 +224,20 @@ def _steps(
         graph.describe(trace)
     found = {w.name: extract(trace, w, notes) for w in same}
     marks.late = sum(step.late_launches for step in found.values())
-    found = {name: step for name, step in found.items() if step.length_s > 0}
-    computing = {name: step for name, step in found.items() if any(op.end_s > op.start_s for op in step.ops)}
+    computing = {name: step for name, step in found.items() if _lasts(step, step.ops)}
     if not computing:
-        computing = {name: s for name, s in found.items() if any(t.end_s > t.start_s for t in s.transfers)}
+        computing = {name: step for name, step in found.items() if _lasts(step, step.transfers)}
         notes.lacks("computation: kernels, or operators of a CPU")
     if not computing:
         raise FileError(
             f"{marks.path}: nothing takes time in step {_listed(same)} (expected a trace of torch.profiler)"
         )
     return computing
+
+
+def _lasts(step: TracedStep, events: Sequence[TracedOp | TracedTransfer]) -> bool:
+    """Whether a step takes time, and one of its events does."""
+    return step.length_s > 0 and any(event.end_s > event.start_s for event in events)
 
 
 def _workload(
@@ -250,15 +280,7 @@ def _advance(progress: Progress, before: int, total: int, done: int, _: int) -> 
 def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     found: dict[int, Marks] = {}
     for number, trace in enumerate(traces):
-        if not trace.has_work:
-            seen = count(trace.events, "event")
-            seen += f", {trace.timeless.total()} of them without times" if trace.timeless else ""
-            raise FileError(f"{trace.path}: no operators and no kernels in {seen} (expected a trace of torch.profiler)")
-        if 2 * (lost := trace.timeless["device"]) > (every := lost + trace.devices.total()):
-            raise FileError(f"{trace.path}: {lost} of {every} kernels have no times or negative ones (expected times)")
-        others = [name for name, number in trace.devices.items() if number * STRAY > trace.devices[trace.device]]
-        if len(others) > 1:
-            raise FileError(f"{trace.path}: devices {' and '.join(sorted(others))} (expected a trace of one rank)")
+        _check_one_rank(trace)
         if trace.rank is None and len(traces) > 1:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank
@@ -275,6 +297,19 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     if 1 < len(traces) < most:
         notes.lacks(f"the traces of {most - len(traces)} of the job's {count(most, 'rank')}")
     return found
+
+
+def _check_one_rank(trace: Marks) -> None:
+    """Raise `FileError` if a trace has no work with times, or the work of several ranks."""
+    if not trace.has_work:
+        seen = count(trace.events, "event")
+        seen += f", {trace.timeless.total()} of them without times" if trace.timeless else ""
+        raise FileError(f"{trace.path}: no operators and no kernels in {seen} (expected a trace of torch.profiler)")
+    if 2 * (lost := trace.timeless["device"]) > (every := lost + trace.devices.total()):
+        raise FileError(f"{trace.path}: {lost} of {every} kernels have no times or negative ones (expected times)")
+    others = [name for name, number in trace.devices.items() if number * STRAY > trace.devices[trace.device]]
+    if len(others) > 1:
+        raise FileError(f"{trace.path}: devices {' and '.join(sorted(others))} (expected a trace of one rank)")
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
@@ -312,31 +347,36 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
     Returns whether waiting is known; it is not with the trace of one rank of several.
     """
-    workers = max(t.workers or len(steps) for t in traces.values())
-    if not any(s.transfers for s in steps.values()) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
+    told = {t.workers for t in traces.values()}
+    if not any(s.transfers for s in steps.values()) or (len(steps), told) == (1, {1}):
         return True
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
-    transfers = {r: s.transfers for r, s in steps.items()}
     try:
-        joints = matched(transfers)
+        joints = matched(transfers_of(steps))
     except InputError:
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
     if any(t.has_groups for t in traces.values()) and any(not joint.group for joint in joints):
         notes.assume("the ranks of all groups take part in every collective, where waiting for late ranks is computed")
-    if len(steps) != workers:
+    if len(steps) != max(workers or len(steps) for workers in told):
         notes.assume("one of the given ranks is the last to join each collective")
-    waited = {r: list(s.transfers) for r, s in steps.items()}
+    for r, waited in _waited(steps, joints).items():
+        steps[r] = replace(steps[r], transfers=tuple(waited))
+    return True
+
+
+def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, list[TracedTransfer]]:
+    """Each rank's transfers; what each takes longer than on the rank where it is shortest, it has waited."""
+    transfers = transfers_of(steps)
+    waited = {r: list(own) for r, own in transfers.items()}
     for joint in joints:
         same = joint.of(transfers)
         shortest = min(t.end_s - t.start_s for t in same.values())
         for r, t in same.items():
             waited[r][joint.parts[r]] = replace(t, waited_s=t.end_s - t.start_s - shortest)
-    for r, own in waited.items():
-        steps[r] = replace(steps[r], transfers=tuple(own))
-    return True
+    return waited
 
 
 def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
@@ -375,12 +415,16 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         idle_s=_beyond(t, busy),
         undelayed_s=t - math.fsum(o.late_s for o in step.ops),
         exposed_comm_s=_beyond(union, c) + waited,
-        rho=n / c if c > 0 else 0.0,
+        rho=_ratio(n, c),
         overlap=overlap_coefficient(n, c, t),
-        utilization=c / t if t > 0 else 1.0,
-        host_overlap=hidden / min(n, host) if min(n, host) > 0 else 0.0,
+        utilization=_ratio(c, t, empty=1.0),
+        host_overlap=_ratio(hidden, min(n, host)),
         kinds=tuple(kinds),
     )
+
+
+def _ratio(part_s: float, whole_s: float, empty: float = 0.0) -> float:
+    return part_s / whole_s if whole_s > 0 else empty
 
 
 def _kind(kind: str, phase: Phase) -> tuple[str, Phase | None]:
@@ -432,7 +476,7 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         spans.append(Span(worker, lane, what, at, at + (end - start), kind, nbytes))
 
     try:
-        shifts = clock_shifts(steps, matched({r: s.transfers for r, s in steps.items()}))
+        shifts = clock_shifts(steps, matched(transfers_of(steps)))
     except InputError:
         shifts = {r: -step.begin_s for r, step in steps.items()}
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
@@ -443,7 +487,3 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         for number, t in enumerate(step.transfers):
             add(worker, "network", f"{t.kind} {number:02}", t.began_s + shift, t.end_s + shift, "message", t.nbytes)
     return Timeline(name, "measured", measured.iteration_s, tuple(spans))
-
-
-def _title(path: Path) -> str:
-    return one_line(path.name.partition(".")[0], 60) or "trace"

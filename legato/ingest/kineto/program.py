@@ -30,8 +30,8 @@ from legato.core.errors import InputError
 from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.core.text import count
 from legato.core.timeline import merge_intervals
-from legato.ingest.communications import Joint, check, communications, matched
-from legato.ingest.kineto.step import ROUNDING_S, TracedStep
+from legato.ingest.communications import Joint, check, communications, matched, numbered
+from legato.ingest.kineto.step import ROUNDING_S, TracedStep, transfers_of
 from legato.ingest.names import GROUPED, ranks_in_words
 from legato.ingest.traced import Notes, TracedTransfer
 
@@ -47,30 +47,32 @@ def program(
     contradict each other, or a trace does not tell what a communication is.
     """
     number = max(workers or 0, len(steps))
-    if set(steps) != set(range(number)):
-        if len(steps) > 1 or any(len(t.group or range(number)) < number for s in steps.values() for t in s.transfers):
-            missing = [rank for rank in range(number) if rank not in steps]
+    if missing := [rank for rank in range(number) if rank not in steps]:
+        if len(steps) > 1 or _has_groups(steps, number):
             raise InputError(f"traces of {ranks_in_words(missing)}: missing (expected those of all {number} ranks)")
         notes.assume(f"all {number} ranks compute what rank {next(iter(steps))} computes")
     steps = {rank: _communicating(step) for rank, step in sorted(steps.items())}
-    transfers = {rank: step.transfers for rank, step in steps.items()}
+    transfers = transfers_of(steps)
     check(transfers, number, notes, grouped=any(step.trace.marks.has_groups for step in steps.values()))
     joints = matched(transfers)
     shifts = clock_shifts(steps, joints)
-    begin_s = min(steps[rank].begin_s + shift for rank, shift in shifts.items())
+    begins_s = {rank: steps[rank].begin_s + shift for rank, shift in shifts.items()}
+    begin_s = min(begins_s.values())
     joints.sort(key=lambda joint: min(t.start_s + shifts[rank] for rank, t in joint.of(transfers).items()))
-    numbers: dict[int, dict[int, int]] = {rank: {} for rank in steps}
-    for k, joint in enumerate(joints):
-        for rank, part in joint.parts.items():
-            numbers[rank][part] = k
+    numbers = numbered(joints, steps)
     lanes = []
     for rank, step in steps.items():
-        late_s = steps[rank].begin_s + shifts[rank] - begin_s if keep_idle else 0.0
+        late_s = begins_s[rank] - begin_s if keep_idle else 0.0
         actions = _Walk(step, numbers[rank], keep_idle).actions(late_s)
         lanes.append(Lane((rank,) if len(steps) == number else tuple(range(number)), tuple(actions)))
-    _assume(notes, steps, max(steps[r].begin_s + shifts[r] - begin_s for r in steps), keep_idle)
+    _assume(notes, steps, max(begins_s.values()) - begin_s, keep_idle)
     end_s = max(steps[rank].end_s + shift for rank, shift in shifts.items())
     return Program(name, tuple(lanes), tuple(communications(joints, transfers, number, notes)), end_s - begin_s)
+
+
+def _has_groups(steps: Mapping[int, TracedStep], number: int) -> bool:
+    """Whether a rank communicates with fewer than all `number` ranks."""
+    return any(t.group and len(t.group) < number for own in transfers_of(steps).values() for t in own)
 
 
 def _communicating(step: TracedStep) -> TracedStep:
@@ -104,7 +106,7 @@ def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> di
     Ranks that share none, even through others, begin at the same time.
     """
     of_rank: dict[int, list[dict[int, TracedTransfer]]] = {rank: [] for rank in steps}
-    transfers = {rank: step.transfers for rank, step in steps.items()}
+    transfers = transfers_of(steps)
     for joint in joints:
         same = joint.of(transfers)
         for rank in joint.parts:

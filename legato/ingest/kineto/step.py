@@ -50,7 +50,7 @@ from legato.ingest.kineto.trace.events import ACCUMULATE, HostInterval, Marks, T
 from legato.ingest.names import GRADIENT_KINDS, GROUPED, tensor_bytes
 from legato.ingest.traced import Notes, Sent, TracedOp, TracedTransfer
 
-__all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "trim"]
+__all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "transfers_of", "trim"]
 
 #: A stream that waits for another one goes on within this time.
 _REACTION_S = 10e-6
@@ -108,6 +108,11 @@ class TracedStep:
             since = op.start_s - (host_s - op.start_s) - _REACTION_S
             return until_s if any(since <= t.end_s <= op.start_s + ROUNDING_S for t in self.transfers) else op.start_s
         return max(until_s, host_s)
+
+
+def transfers_of(steps: Mapping[int, TracedStep]) -> dict[int, tuple[TracedTransfer, ...]]:
+    """The transfers of each rank's step."""
+    return {rank: step.transfers for rank, step in steps.items()}
 
 
 def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
@@ -280,10 +285,7 @@ def trim(step: TracedStep) -> TracedStep:
         waited, stalled = (min(gap, stalls.within(until, step.end_s)) for stalls in (waits, carries))
         first, late = trimmed[0], max(waited - stalled, 0.0)
         trimmed[0] = replace(
-            first,
-            gap_s=first.gap_s + gap - waited,
-            stalled_s=first.stalled_s + stalled,
-            late_s=first.late_s + late,
+            first, gap_s=first.gap_s + gap - waited, stalled_s=first.stalled_s + stalled, late_s=first.late_s + late
         )
     moments = np.array([host[i] for i in order])
     threads = np.array([thread[i] for i in order], dtype=np.int64)
@@ -306,10 +308,7 @@ class _Stalls:
 
     def __init__(self, step: TracedStep, waiting: bool) -> None:
         spans = [
-            (
-                t.start_s if waiting else t.began_s,
-                t.end_s if t.carries_gradients else t.began_s,
-            )
+            (t.start_s if waiting else t.began_s, t.end_s if t.carries_gradients else t.began_s)
             for t in step.transfers
             if t.carries_gradients or waiting
         ]

@@ -23,14 +23,7 @@ from numpy.typing import NDArray
 
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns, rows_with, whole_number
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, ISSUES, WAIT, Trace
-from legato.ingest.names import (
-    COMMUNICATION,
-    collective_kind,
-    element_bytes,
-    is_integer,
-    tensor_bytes,
-    tensor_elements,
-)
+from legato.ingest.names import COMMUNICATION, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
 from legato.ingest.source import one_line
 from legato.ingest.traced import Sent
 
@@ -346,11 +339,9 @@ def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...
         args = columns.detail(i) if trace.named(columns, i) == COMMUNICATION else None
         if args is None or columns.thread[i] != activity.thread or columns.end[i] > activity.host_s:
             continue
-        kind, peer, nbytes = collective_kind(args.collective or ""), -1, None
+        kind = collective_kind(args.collective or "")
         if kind in ("send", "recv"):
-            peer = whole_number(args.receiver if kind == "send" else args.sender)
-            size, elements = element_bytes(args.dtype), whole_number(args.elements)
-            nbytes = size * elements if size is not None and elements > 0 else None
+            peer, nbytes = _peer(args), _given_bytes(args)
             if peer < 0 or nbytes is None:
                 return ()
             found.append(Sent(kind, peer, nbytes, _purpose(trace, args)))
@@ -363,41 +354,56 @@ def describe(trace: Trace, activity: Activity) -> Described:
     It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
     `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
     """
-    around = _around(trace.annotation, activity.thread, activity.host_s)
-    mark = COLLECTIVE_NAME.match, trace.known.is_added
-    marks = [i for i in around if any(told(trace.named(trace.annotation, i)) for told in mark)]
-    around = _around(trace.operator, activity.thread, activity.host_s)
-    issuers = [i for i in around if trace.known.known(trace.named(trace.operator, i))]
-    candidates = [activity.columns.detail(activity.row)]
-    candidates += [trace.annotation.detail(i) for i in marks]
-    sized = (i for i in issuers if not ISSUES.match(trace.named(trace.operator, i)))  # these begin with their results
-    candidates += [trace.operator.detail(i) for i in sized]
-    nbytes, integers, itemsize, ranks, peer = None, False, None, None, None
+    told, host_names = _told(trace, activity)
+    nbytes, integers, itemsize, ranks, peer = None, False, None, None, -1
     group, purpose = tuple[int, ...](), ""
-    names = [activity.name]
-    for args in candidates:
-        if args is None:
-            continue
-        size, elements = element_bytes(args.dtype), whole_number(args.elements)
-        if nbytes is None and size is not None and elements > 0:
-            nbytes, integers, itemsize = size * elements, is_integer(args.dtype), size
+    for args in told:
         if nbytes is None:
-            dims, types = args.dimensions(), args.type_names()
-            first = types[0] if isinstance(types, list) and types else None
-            nbytes, integers = tensor_bytes(dims, types), is_integer(first)
-            itemsize = element_bytes(first) if nbytes is not None else None
+            nbytes, integers, itemsize = _size(args)
         if whole_number(args.ranks) > 0:
             ranks = whole_number(args.ranks)
         group = group or trace.marks.groups.get(str(args.group), ("", ()))[1] or args.group_members()
         purpose = purpose or _purpose(trace, args)
-        if peer is None:
-            one_way = collective_kind(args.collective or "")
-            told = args.receiver if one_way == "send" else args.sender if one_way == "recv" else None
-            peer = whole_number(told) if whole_number(told) >= 0 else None
-        names.append(args.collective or "")
-    names += [trace.named(trace.annotation, i) for i in marks]
-    names += [trace.named(trace.operator, i) for i in issuers]
-    return Described(trace.known.kind(names), nbytes, integers, itemsize, ranks, peer, group, purpose)
+        if peer < 0:
+            peer = _peer(args)
+    kind = trace.known.kind([activity.name, *(args.collective or "" for args in told), *host_names])
+    return Described(kind, nbytes, integers, itemsize, ranks, peer if peer >= 0 else None, group, purpose)
+
+
+def _told(trace: Trace, activity: Activity) -> tuple[list[Arguments], list[str]]:
+    """All arguments that tell of a collective, its own first, and the names of the host's events around its launch."""
+    around = _around(trace.annotation, activity.thread, activity.host_s)
+    mark = COLLECTIVE_NAME.match, trace.known.is_added
+    marks = [i for i in around if any(matches(trace.named(trace.annotation, i)) for matches in mark)]
+    around = _around(trace.operator, activity.thread, activity.host_s)
+    issuers = [i for i in around if trace.known.known(trace.named(trace.operator, i))]
+    sized = [i for i in issuers if not ISSUES.match(trace.named(trace.operator, i))]  # these begin with their results
+    asked = [activity.columns.detail(activity.row)]
+    asked += [*map(trace.annotation.detail, marks), *map(trace.operator.detail, sized)]
+    names = [trace.named(trace.annotation, i) for i in marks] + [trace.named(trace.operator, i) for i in issuers]
+    return [args for args in asked if args is not None], names
+
+
+def _given_bytes(args: Arguments) -> int | None:
+    """The bytes that NCCL says a rank gives; None if it does not."""
+    size, elements = element_bytes(args.dtype), whole_number(args.elements)
+    return size * elements if size is not None and elements > 0 else None
+
+
+def _size(args: Arguments) -> tuple[int | None, bool, int | None]:
+    """The bytes that a rank gives, as NCCL or else its shape tells, whether they are integers, and an element's."""
+    if (nbytes := _given_bytes(args)) is not None:
+        return nbytes, is_integer(args.dtype), element_bytes(args.dtype)
+    dims, types = args.dimensions(), args.type_names()
+    first = types[0] if isinstance(types, list) and types else None
+    nbytes = tensor_bytes(dims, types)
+    return nbytes, is_integer(first), None if nbytes is None else element_bytes(first)
+
+
+def _peer(args: Arguments) -> int:
+    """The other rank of a send or receive; -1 if it is neither, or the trace does not tell."""
+    told = {"send": args.receiver, "recv": args.sender}
+    return whole_number(told.get(collective_kind(args.collective or "") or ""))
 
 
 def _purpose(trace: Trace, args: Arguments) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,15 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     marks.steps = list(dict.fromkeys(marks.steps))
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
-    marks.rank = _positive(header.distributed.get("rank"))
-    marks.workers = _positive(header.distributed.get("world_size"))
-    groups = header.distributed.get("pg_config")
+    _note_job(marks, header.distributed)
+    return marks
+
+
+def _note_job(marks: Marks, distributed: Mapping[str, Any]) -> None:
+    """Note what the profiler wrote of the job: the rank, the number of ranks, and the process groups."""
+    marks.rank = _positive(distributed.get("rank"))
+    marks.workers = _positive(distributed.get("world_size"))
+    groups = distributed.get("pg_config")
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, dict) and isinstance(group.get("pg_name"), str):
             ranks, size = group.get("ranks"), _positive(group.get("pg_size"))
@@ -190,7 +197,6 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             members = tuple(ranks) if known and isinstance(ranks, list) else ()
             marks.groups[group["pg_name"]] = (one_line(str(group.get("pg_desc") or "")), members)
             marks.has_groups |= 1 < (size or 0) < (marks.workers or 0)
-    return marks
 
 
 def read_trace(
