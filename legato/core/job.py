@@ -159,14 +159,13 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranges: list[range] = []
         offsets, stride = {0}, 1
         for name in reversed(self.order):
-            inside = (("expert", self.expert), ("replica", self.data // self.expert))
-            for part, size in inside if name == "data" else ((str(name), getattr(self, name)),):
+            inside = {"data": (("expert", self.expert), ("replica", self.data // self.expert))}
+            for part, size in inside.get(name, ((str(name), getattr(self, name)),)):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
-                elif part == "pipeline" and stage is not None:
-                    offsets = {(offset + stage * stride) % gpus_per_host for offset in offsets}
                 else:  # of the first workers of other groups, where on its host each is
-                    steps = {index * stride % gpus_per_host for index in range(min(size, gpus_per_host))}
+                    mine = range(min(size, gpus_per_host)) if part != "pipeline" or stage is None else (stage,)
+                    steps = {index * stride % gpus_per_host for index in mine}
                     offsets = {(offset + step) % gpus_per_host for offset in offsets for step in steps}
                 stride *= size
         # Offsets between multiples of what divides all ranks of a group and a host make no difference.

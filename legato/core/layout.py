@@ -154,23 +154,26 @@ def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ran
     if not cuts:
         return []
     element_size = math.gcd(4, *(byte for cut in cuts for byte in (cut.start, cut.stop)))
-    layouts = [
-        buffer_layout(message, sizes, element_size, ranks if message.kind == "reduce_scatter" else 1)
-        for message in owning
+    multiples = {"reduce_scatter": ranks}
+    layouts = [buffer_layout(message, sizes, element_size, multiples.get(message.kind, 1)) for message in owning]
+    places = _places(layouts)
+    return [
+        tensor
+        for tensor in dict.fromkeys(cut.tensor for cut in cuts)
+        if any(
+            memory != next_memory or next_at - at != (next_byte - byte) // element_size
+            for (byte, memory, at), (next_byte, next_memory, next_at) in itertools.pairwise(sorted(places[tensor]))
+        )
     ]
-    places: dict[str, list[tuple[int, int, int]]] = {cut.tensor: [] for cut in cuts}  # (first byte, memory, where)
+
+
+def _places(layouts: Sequence[BufferLayout]) -> dict[str, list[tuple[int, int, int]]]:
+    """Where the slices of each tensor lie: the first byte of each, the number of its memory, and the element there."""
+    places: dict[str, list[tuple[int, int, int]]] = {}
     for memory, chain in enumerate(chains(layouts)):
         at = 0
         for layout in (layouts[i] for i in chain):
             for piece, start in zip(layout.slices, layout.starts, strict=True):
-                if piece.tensor in places:
-                    places[piece.tensor].append((piece.start, memory, at + start))
+                places.setdefault(piece.tensor, []).append((piece.start, memory, at + start))
             at += layout.elements
-    return [
-        tensor
-        for tensor, found in places.items()
-        if any(
-            memory != next_memory or next_at - at != (next_byte - byte) // element_size
-            for (byte, memory, at), (next_byte, next_memory, next_at) in itertools.pairwise(sorted(found))
-        )
-    ]
+    return places

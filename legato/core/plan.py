@@ -54,7 +54,7 @@ _SHARDED: dict[Shard, str] = {
     "optimizer": "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
     "gradients": "optimizer and gradients sharded: reduce_scatter, update of the shard, all_gather of parameters",
 }
-_AGGREGATED_BY = {second: first for first, second in _DISTRIBUTE.items()}
+_OTHER_HALF = _DISTRIBUTE | {second: first for first, second in _DISTRIBUTE.items()}
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -110,13 +110,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
         return list(dict.fromkeys(piece.tensor for piece in self.slices))
 
 
-class Plan(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="legato.plan/1",
-):
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.plan/1"):
     """An order of messages; the order *is* the schedule.
 
     A message is launched when the one before it has been launched and every
@@ -225,34 +219,28 @@ class Plan(
         """
         check_plan(self, workload)
         order = self.op_order or workload.iteration_order()
-        place = {op: k for k, op in enumerate(order)}
-        updates = {op for op in workload.phase_ops("optimizer") if self.shard != "none"}
+        at = {op: k for k, op in enumerate(order)}.__getitem__
+        updates = set(workload.phase_ops("optimizer")) if self.shard != "none" else set()
         tensors = {tensor.name: tensor for tensor in workload.tensors}
         carriers = self._carriers()
         rows = []
         for message, row in zip(self.messages, self._rows(), strict=True):
             mine = [tensors[name] for name in message.tensors]
-            if message.kind in _AGGREGATE:
-                after = workload.ops[max((tensor.ready_after for tensor in mine), key=place.__getitem__)].name
-            else:
-                after = f"message {max(carriers[_AGGREGATED_BY[message.kind], name][-1] for name in message.tensors)}"
-            readers = [reader for tensor in mine for reader in tensor.readers]
-            applied = [reader for reader in readers if reader in updates]
-            if message.kind == "all_gather" and applied:
-                after = workload.ops[max(applied, key=place.__getitem__)].name
-                readers = [reader for reader in readers if reader not in updates]
-            needed = workload.ops[min(readers, key=place.__getitem__)].name if readers else ""
-            if message.kind == "reduce_scatter" and applied:
-                needed = workload.ops[min(applied, key=place.__getitem__)].name
-            elif message.kind in _DISTRIBUTE:
-                needed = f"message {min(carriers[_DISTRIBUTE[message.kind], name][0] for name in message.tensors)}"
+            readers = {reader for tensor in mine for reader in tensor.readers}
+            # The ops between which it is sent; where there is none, another message is on that side.
+            ready = {tensor.ready_after for tensor in mine}
+            before = {"all_gather": readers & updates, "pull": set[int]()}.get(message.kind, ready)
+            later = {"reduce_scatter": readers & updates, "push": set[int]()}.get(message.kind, readers - updates)
+            others = [k for name in message.tensors for k in carriers.get((_OTHER_HALF.get(message.kind), name), ())]
+            after = workload.ops[max(before, key=at)].name if before else f"message {max(others)}"
+            needed = workload.ops[min(later, key=at)].name if later else f"message {min(others)}" if others else ""
             rows.append([*row, shorten(after), shorten(needed)])
         headings = ["#", "size", "kind", "tensors", "sent after", "needed by"]
         return "\n".join([self._title(), *table(headings, rows, right=2)])
 
-    def _carriers(self) -> dict[tuple[str, str], list[int]]:
+    def _carriers(self) -> dict[tuple[str | None, str], list[int]]:
         """The messages of a kind, by their index, that carry bytes of a tensor."""
-        found: dict[tuple[str, str], list[int]] = {}
+        found: dict[tuple[str | None, str], list[int]] = {}
         for i, message in enumerate(self.messages):
             for name in message.tensors:
                 found.setdefault((message.kind, name), []).append(i)
@@ -395,9 +383,10 @@ def _check_op_order(order: tuple[int, ...], workload: Workload) -> None:
             if not crosses_period and at[dep] > at[i]:
                 raise PlanError(f"op_order: op {i} runs before op {dep}, which it depends on")
     for tensor in workload.tensors:
-        updates = [r for r in tensor.readers if ops[r].phase == "optimizer"]
-        if any(at[r] < at[tensor.ready_after] for r in tensor.readers):
-            raise PlanError(f"op_order: {tensor.name!r} is read before its gradient is ready")
+        ready = at[tensor.ready_after]
+        updated = max((at[r] for r in tensor.readers if ops[r].phase == "optimizer"), default=ready)
         for r in tensor.readers:
-            if ops[r].phase == "forward" and any(at[u] > at[r] for u in updates):
+            if at[r] < ready:
+                raise PlanError(f"op_order: {tensor.name!r} is read before its gradient is ready")
+            if at[r] < updated and ops[r].phase == "forward":
                 raise PlanError(f"op_order: op {r} reads {tensor.name!r} before it is updated")

@@ -129,10 +129,9 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         where = f"{self.kind} {self.operation}"
         if not 1 <= self.times <= _MOST_TIMES:
             raise InputError(f"times of {where}: {self.times} (expected 1 to {_MOST_TIMES:,})")
-        if not (math.isfinite(self.nbytes) and self.nbytes >= 0):
-            raise InputError(f"nbytes of {where}: {self.nbytes} (expected a finite number, at least 0)")
-        if self.traced_s is not None and not (math.isfinite(self.traced_s) and self.traced_s >= 0):
-            raise InputError(f"traced_s of {where}: {self.traced_s} (expected a finite number, at least 0)")
+        for field, amount in (("nbytes", self.nbytes), ("traced_s", self.traced_s or 0.0)):
+            if not (math.isfinite(amount) and amount >= 0):
+                raise InputError(f"{field} of {where}: {amount} (expected a finite number, at least 0)")
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or min(sizes) < 2 or (self.operation == "send" and sizes != {2}):
             least = "2 workers" if self.operation == "send" else "at least 2 workers, as many in each"

@@ -74,12 +74,7 @@ class _Priced(NamedTuple):
 
 
 def simulate(
-    workload: Workload,
-    plan: Plan,
-    cluster: Cluster,
-    *,
-    compute: Compute = "one",
-    lower_bound_s: float | None = None,
+    workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one", lower_bound_s: float | None = None
 ) -> Timeline:
     """Simulate one steady-state iteration of the plan, and return the timeline of worker 0.
 
@@ -120,13 +115,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     """Check the plan as far as that needs no simulation, and return its messages with their costs."""
     check_compute(compute)
     check_plan(plan, period.workload)
-    order, ops = plan.op_order or period.captured, period.workload.ops
-    backward_ends: list[int] = []  # what reads the old parameters until they are gathered
-    if plan.shard != "none" and compute == "one":
-        backward_ends = [op for op in order if ops[op].phase == "backward"][-1:]
-    elif plan.shard != "none":
-        followed = {dep for op in ops if op.phase == "backward" for dep in op.deps}
-        backward_ends = [op for op in period.workload.phase_ops("backward") if op not in followed]
+    backward_ends = _backward_ends(period, plan, compute) if plan.shard != "none" else []
     priced = []
     aggregated: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (kind of a first half, tensor): from where to where
     for i, message in enumerate(plan.messages):
@@ -135,12 +124,8 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             seconds = _seconds(cluster, message)
         except InputError as error:
             raise PlanError(f"messages[{i}].collective: {error}") from None
-        first = _SECOND_HALF_OF.get(message.kind)
-        for piece in message.slices if message.kind != "all_reduce" else ():
-            if first is None:
-                _join(aggregated.setdefault((message.kind, piece.tensor), []), piece)
-            elif not _within(piece, aggregated.get((first, piece.tensor), [])):
-                raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the {first} of these bytes")
+        if message.kind != "all_reduce":
+            _check_turn(i, message, aggregated)
         share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
         waits = [period.ready_op[t] for t in tensors]
@@ -149,6 +134,26 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             tensors = [t + len(period.ready_op) for t in tensors]
         priced.append(_Priced(tensors, waits, seconds, *_contended(cluster, nbytes, share)))
     return priced
+
+
+def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
+    """The last ops that read the old parameters until new ones are gathered."""
+    backward = period.workload.phase_ops("backward")
+    if compute == "one":
+        mine = set(backward)
+        return [op for op in plan.op_order or period.captured if op in mine][-1:]
+    followed = {dep for op in backward for dep in period.workload.ops[op].deps}
+    return [op for op in backward if op not in followed]
+
+
+def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
+    """Raise `PlanError` if a second half comes before the first half of its bytes; note those of a first half."""
+    first = _SECOND_HALF_OF.get(message.kind)
+    for piece in message.slices:
+        if first is None:
+            _join(aggregated.setdefault((message.kind, piece.tensor), []), piece)
+        elif not _within(piece, aggregated.get((first, piece.tensor), [])):
+            raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the {first} of these bytes")
 
 
 def _seconds(cluster: Cluster, message: Message) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from legato.core.errors import unknown_name
 from legato.core.plan import Message
-from legato.core.workload import Phase, Workload
+from legato.core.workload import Workload
 
 __all__ = ["COMPUTE", "Compute", "Period", "check_compute"]
 
@@ -86,8 +86,8 @@ class Period:
                 self.reads[reader].append(t)
                 if ops[reader].phase == "forward":
                     self.waits[reader] += updates
-        phases: tuple[Phase, ...] = ("backward", "optimizer", "forward")
-        self.topological = [i for phase in phases for i in workload.phase_ops(phase)]
+        backward, optimizer, forward = map(workload.phase_ops, ("backward", "optimizer", "forward"))
+        self.topological = [*backward, *optimizer, *forward]
         self.captured = workload.iteration_order()
 
     def updates_by_arrival(self, messages: Iterable[Message]) -> list[int]:

@@ -68,20 +68,14 @@ def lower(  # noqa: PLR0913
     to be recomputed in a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
-    for field, number in (("batch_size", batch), ("accumulate", accumulate), ("replica_devices", replica_devices)):
-        if not 1 <= number <= _MOST:
-            raise InputError(f"{field}: {number} (expected 1 to {_MOST:,})")
+    _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)
     if batch % accumulate:
         raise InputError(f"batch_size: {batch} (expected a multiple of the {accumulate} micro-batches accumulated)")
-    for field, total in (("forward_s", forward_s), ("backward_s", backward_s)):
-        if total is not None and not (math.isfinite(total) and total > 0):
-            raise InputError(f"{field}: {total} (expected finite seconds above 0)")
+    _check_seconds(forward_s=forward_s, backward_s=backward_s)
     precision = model.precision if precision is None else precision
     device.peak(precision)
     if gradients is not None and gradients not in PRECISIONS:
         raise unknown_name("precision", gradients, PRECISIONS)
-    if recompute and not any(layer.block for layer in model.layers):
-        raise InputError(f"recompute: {model.name} is not made of blocks (expected a transformer)")
     lowering = _Lowering(model, device, batch // accumulate, precision, gradients or precision, replica_devices)
     lowering.forward(accumulation=accumulate > 1)
     lowering.backward(recompute=recompute)
@@ -89,8 +83,7 @@ def lower(  # noqa: PLR0913
     if parts is not None:
         each = {key: seconds / replica_devices for key, seconds in parts(batch // accumulate).items()}
         ops = _scaled(ops, each, lambda op: (_part_of(op.name), op.phase))
-    passes: dict[Any, float | None] = {"forward": forward_s, "backward": backward_s}
-    ops = _scaled(ops, {phase: total for phase, total in passes.items() if total is not None}, lambda op: op.phase)
+    ops = _scaled(ops, {"forward": forward_s, "backward": backward_s}, lambda op: op.phase)
     if accumulate > 1:
         passes_s = math.fsum(op.duration_s for op in ops)
         ops = [_lasting(op, (accumulate - 1) * passes_s) if op.name == _ACCUMULATION else op for op in ops]
@@ -98,6 +91,18 @@ def lower(  # noqa: PLR0913
     where = where if replica_devices == 1 else f"{where} (1 of {replica_devices})"
     itemsize = lowering.gradient_bytes
     return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=where, itemsize=itemsize)
+
+
+def _check_numbers(**numbers: int) -> None:
+    for field, number in numbers.items():
+        if not 1 <= number <= _MOST:
+            raise InputError(f"{field}: {number} (expected 1 to {_MOST:,})")
+
+
+def _check_seconds(**times: float | None) -> None:
+    for field, total in times.items():
+        if total is not None and not (math.isfinite(total) and total > 0):
+            raise InputError(f"{field}: {total} (expected finite seconds above 0)")
 
 
 def _lasting(op: Op, duration_s: float) -> Op:
@@ -112,14 +117,12 @@ def _part_of(op: str) -> str:
     return _BEFORE[0] if first in _BEFORE else "output"
 
 
-def _scaled(ops: list[Op], totals: Mapping[Any, float], part_of: Callable[[Op], object]) -> list[Op]:
+def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable[[Op], object]) -> list[Op]:
     """Return the ops, with those of each part scaled to its total (seconds) if it has one."""
-    if not totals:
-        return ops
     now: dict[Any, float] = {}
     for op in ops:
         now[part_of(op)] = now.get(part_of(op), 0.0) + op.duration_s
-    scale = {part: total / now[part] for part, total in totals.items() if now.get(part)}
+    scale = {part: total / now[part] for part, total in totals.items() if total is not None and now.get(part)}
     return [_lasting(op, op.duration_s * scale.get(part_of(op), 1.0)) for op in ops]
 
 
@@ -162,6 +165,8 @@ class _Lowering:
             for layer, op in zip(self.model.layers, self.ops, strict=False):
                 if layer.block:
                     self.to_recompute[layer.block] = self.to_recompute.get(layer.block, 0.0) + op.duration_s
+            if not self.to_recompute:
+                raise InputError(f"recompute: {self.model.name} is not made of blocks (expected a transformer)")
         for i in range(len(self.model.layers) - 1, -1, -1):
             if self.trained[i]:
                 self._differentiate(i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -84,27 +84,32 @@ class _Module:
     gradients: Collection[int]
 
 
+def _inside(ops: Sequence[Op], module: str) -> set[int]:
+    return {i for i, op in enumerate(ops) if op.name.startswith(module) and op.name[len(module) :][:1] in _SEPARATORS}
+
+
+def _deps(ops: Sequence[Op], users: Iterable[int]) -> set[int]:
+    return {dep for i in users for dep in ops[i].deps}
+
+
 def _find(workload: Workload, module: str) -> _Module:
-    ops = workload.ops
-    inside = {i for i, op in enumerate(ops) if op.name.startswith(module) and op.name[len(module) :][:1] in _SEPARATORS}
-    forward = dict.fromkeys(i for i in sorted(inside) if ops[i].phase == "forward")
-    backward = dict.fromkeys(i for i in sorted(inside) if ops[i].phase == "backward")
+    ops, inside = workload.ops, _inside(workload.ops, module)
+    every_forward, every_backward = (set(workload.phase_ops(phase)) for phase in ("forward", "backward"))
+    forward, backward = (dict.fromkeys(sorted(every & inside)) for every in (every_forward, every_backward))
     if not module or not forward or not backward:
         first = (op.name.split("/")[0] for op in ops if op.phase == "forward" and "/" in op.name)
         raise unknown_name("module", module, dict.fromkeys(first))
-    sources = {dep for i in forward for dep in ops[i].deps} - inside
-    readers = {i: [d for d in op.deps if d in forward] for i, op in enumerate(ops) if op.phase == "forward"}
-    outputs = {dep for i, deps in readers.items() if i not in inside for dep in deps}
+    others = every_forward - inside
+    sources, outputs = _deps(ops, forward) - inside, _deps(ops, others) & forward.keys()
     if len(sources) != 1 or len(outputs) != 1:
         raise InputError(
             f"module {module!r}: reads {len(sources)} values and gives {len(outputs)} to others (expected one of each)"
         )
-    later = [d for i in backward for d in ops[i].deps if ops[d].phase == "backward" and d not in inside]
-    used = min(i for i, deps in readers.items() if i not in inside and deps)
-    if used < max(forward) or any(d > min(backward) for d in later):
+    used = min(i for i in others if not forward.keys().isdisjoint(ops[i].deps))
+    later = _deps(ops, backward) & every_backward - inside
+    if used < max(forward) or max(later, default=-1) > min(backward):
         raise InputError(f"module {module!r}: its ops are mixed with those that follow it (expected in one piece)")
-    outer = (i for i, op in enumerate(ops) if op.phase == "backward" and i not in inside)
-    gradients = dict.fromkeys(d for i in outer for d in ops[i].deps if d in backward)
+    gradients = _deps(ops, every_backward - inside) & backward.keys()
     return _Module(forward, backward, sources.pop(), outputs.pop(), gradients)
 
 
