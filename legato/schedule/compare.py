@@ -112,21 +112,22 @@ def compare(  # noqa: PLR0913
     parameter servers, and `TooLargeError` on more ops than bounds can have.
     """
     check_size(workload)
-    if shard != "none" and cluster.servers:
-        raise InputError(f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)")
+    if cluster.servers:
+        if shard != "none":
+            raise InputError(
+                f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)"
+            )
+        if max_message_bytes is not None:
+            raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     check_rounding(wire, workload, servers=cluster.servers > 0, shard=shard)
-    if max_message_bytes is not None and cluster.servers:
-        raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     chosen = list(names)
     names = chosen or scheduler_names(cluster)
+    options: dict[str, Any] = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     bounds: dict[PlanKind, Bound] = {}
     found: list[Candidate] = []
     for i, name in enumerate(names):
         start = time.perf_counter()
         try:
-            options: dict[str, Any] = {}
-            if max_message_bytes is not None:
-                options["max_message_bytes"] = max_message_bytes
             plan = schedule(name, workload, cluster, shard=shard, wire=wire, collective=collective, **options)
         except (TooLargeError, PlanError) as error:
             if chosen or (name == names[-1] and not found):

@@ -60,6 +60,11 @@ class Fastest:
             times.append(seconds)
         return times
 
+    def consider_in_turn(self, plans: Iterator[Plan], enough_s: float) -> None:
+        """Make and consider one plan after the other, until the fastest is good enough."""
+        while self.seconds > enough_s and (plan := next(plans, None)) is not None:
+            self.consider([plan])
+
 
 def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHED) -> Iterator[Plan]:
     """The plans of all other schedulers (or some of them) that can plan a model of this size, with this collective."""

@@ -61,7 +61,7 @@ class Collectives:
                 not costs[i].points
                 and not costs[k].points
                 and all(x <= y for x, y in zip(other, terms[k], strict=True))
-                and (other != terms[k] or i < k)
+                and (other, i) < (terms[k], k)  # of equal ones, the first
                 for i, other in enumerate(terms)
             )
 

@@ -134,9 +134,7 @@ def _unsharded(problem: Problem) -> Plan:
             search_order(fastest, order, bound_s, least_s, own)
     if large:
         for name in tried:
-            for scheduler in contenders(cluster):
-                if fastest.seconds > least_s * (1 + gap):
-                    fastest.consider(published(problem, name, [scheduler]))
+            fastest.consider_in_turn(published(problem, name, contenders(cluster)), least_s * (1 + gap))
     if paired:
         pair_halves(fastest, budget)
     problem.warn_if_cut(budget)

@@ -42,14 +42,7 @@ from legato.schedule.bound.lower_bound import cheapest_line
 from legato.schedule.search.budget import Budget
 from legato.simulator.collective import iteration_time
 
-__all__ = [
-    "MOST_SHARED",
-    "TOLERANCE",
-    "check_rounding",
-    "exact_shares",
-    "least_rounded",
-    "rounded",
-]
+__all__ = ["MOST_SHARED", "TOLERANCE", "check_rounding", "exact_shares", "least_rounded", "rounded"]
 
 #: How much longer than possible an iteration may take for the sake of fewer rounded bytes.
 TOLERANCE = 1e-3
@@ -103,37 +96,39 @@ def rounded(
     with some messages in a format, the others are made exact first. With a `rounding` of
     all messages, it is the fastest plan with all rounded.
     """
-    wire = cast(Wire, rounding.removeprefix("all-"))
+    wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 
-    def formats_of(plans: Iterable[Plan]) -> list[_Formats]:
+    def formats_of(plans: Iterable[Plan]) -> Iterator[_Formats]:
         different = {(plan.messages, plan.op_order, plan.forward_overlap): plan for plan in plans}
-        return [_Formats(plan, workload, cluster, wire, fit or _as_it_is) for plan in different.values()]
+        return (_Formats(plan, workload, cluster, wire, fit) for plan in different.values())
 
-    found = formats_of(plans)
+    def fastest_of(plans: Iterable[Plan]) -> list[tuple[_Formats, frozenset[int], float]]:
+        return [(formats, *formats.fastest(budget)) for formats in formats_of(plans)]
+
     if rounding != wire:
-        return min((formats.plan(frozenset()) for formats in found), key=lambda p: iteration_time(workload, p, cluster))
-    starts = [formats.fastest(budget) for formats in found]
-    limit_s = min(seconds for _, seconds in starts) * (1 + TOLERANCE)
-    if regroup is not None and not any(
-        start == formats.every for formats, (start, _) in zip(found, starts, strict=True)
-    ):
-        more = formats_of(regroup(limit_s))
-        starts += [formats.fastest(budget) for formats in more]
-        found += more
-        limit_s = min(seconds for _, seconds in starts) * (1 + TOLERANCE)
-    within = [(formats, start) for formats, (start, seconds) in zip(found, starts, strict=True) if seconds <= limit_s]
-    best: tuple[float, float] | None = None
+        every = (formats.plan(frozenset()) for formats in formats_of(plans))
+        return min(every, key=lambda plan: iteration_time(workload, plan, cluster))
+    starts = fastest_of(plans)
+    limit_s = _limit_s(starts)
+    if regroup is not None and not any(start == formats.every for formats, start, _ in starts):
+        starts += fastest_of(regroup(limit_s))
+        limit_s = _limit_s(starts)
+    within = [(formats, start) for formats, start, seconds in starts if seconds <= limit_s]
+    tried: list[tuple[tuple[float, float], Plan]] = []
     for k, (formats, start) in enumerate(within):
         part = budget.part(1 / (len(within) - k))
         plan = formats.plan(_exact(formats, start, limit_s, part))
         if divide:
-            plan = _divided(plan, workload, cluster, limit_s, fit or _as_it_is, part)
-        value = plan.rounded, iteration_time(workload, plan, cluster)
-        if best is None or value < best:
-            best, chosen = value, plan
-        if not value[0]:
+            plan = _divided(plan, workload, cluster, limit_s, fit, part)
+        tried.append(((plan.rounded, iteration_time(workload, plan, cluster)), plan))
+        if not plan.rounded:
             break
-    return chosen
+    return min(tried, key=lambda entry: entry[0])[1]
+
+
+def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
+    """What an iteration may take: a little more than the fastest of these."""
+    return min(seconds for *_, seconds in starts) * (1 + TOLERANCE)
 
 
 def exact_shares(
@@ -185,12 +180,7 @@ class _Formats:
     """A plan, of which each unit (a message, or the halves of one) is exact or rounded."""
 
     def __init__(
-        self,
-        plan: Plan,
-        workload: Workload,
-        cluster: Cluster,
-        wire: Wire,
-        fit: Callable[[Message], Message],
+        self, plan: Plan, workload: Workload, cluster: Cluster, wire: Wire, fit: Callable[[Message], Message]
     ) -> None:
         self._plan, self.workload, self.cluster = plan, workload, cluster
         self.units = _units(plan.messages)
@@ -313,12 +303,7 @@ def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Sl
 
 
 def _divided(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    limit_s: float,
-    fit: Callable[[Message], Message],
-    budget: Budget,
+    plan: Plan, workload: Workload, cluster: Cluster, limit_s: float, fit: Callable[[Message], Message], budget: Budget
 ) -> Plan:
     """The plan with rounded all-reduces divided, the largest first, where that makes part of them exact."""
     least = max(ALIGNMENT, int(_WORTH * workload.nbytes))

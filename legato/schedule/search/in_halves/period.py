@@ -49,38 +49,46 @@ class GroupedPeriod:
         *,
         sharded_among: int | None = None,
     ) -> None:
-        ops, period = workload.ops, Period.of(workload)
+        period = Period.of(workload)
+        seconds = period.duration_s
         self.workload, self.half_s, self.budget = workload, half_s, budget
         self.is_sharded = sharded_among is not None
-        self.backward = [op for op in order if ops[op].phase == "backward"]
+        self.backward, self.forward, self.updates = (
+            [op for op in order if workload.ops[op].phase == phase] for phase in ("backward", "forward", "optimizer")
+        )
         end: dict[int, float] = {}
         self.backward_s = 0.0
         for op in self.backward:
-            self.backward_s += ops[op].duration_s
+            self.backward_s += seconds[op]
             end[op] = self.backward_s
         self.release_s = [end[op] for op in period.ready_op]
-        self.forward = [op for op in order if ops[op].phase == "forward"]
         self.first_read = [len(self.forward)] * len(workload.tensors)
         for k, op in reversed([*enumerate(self.forward)]):
             for t in period.reads[op]:
                 self.first_read[t] = k
-        until_s = [*accumulate((ops[op].duration_s for op in self.forward), initial=0.0)]
+        until_s = [*accumulate(map(seconds.__getitem__, self.forward), initial=0.0)]
         self.tail_s = [until_s[-1] - until_s[first] for first in self.first_read]  # of forward ops
-        self.updates = [op for op in order if ops[op].phase == "optimizer"]
         self.update_reads = {op: period.reads[op] for op in self.updates}
         self.update_waits = {op: [dep for dep in period.waits[op] if dep in self.update_reads] for op in self.updates}
-        self.update_s = {op: workload.ops[op].duration_s / (sharded_among or 1) for op in self.updates}
+        self.update_s = {op: seconds[op] / (sharded_among or 1) for op in self.updates}
         self.updates_of = period.updates
+        self._link_updates()
+        self._divide_forward(until_s)
+
+    def _link_updates(self) -> None:
+        """Find the updates that wait for another one, and by update the first forward op that waits for it."""
         self.followers: dict[int, list[int]] = {op: [] for op in self.updates}
         for op in self.updates:
             for dep in self.update_waits[op]:
                 self.followers[dep].append(op)
-        self.urgency: dict[int, int] = {}  # by update: the first forward op that waits for it
+        self.urgency: dict[int, int] = {}
         for op in reversed(self.updates):
             own = (self.first_read[t] for t in self.update_reads[op])
-            self.urgency[op] = min(
-                (*own, *(self.urgency[after] for after in self.followers[op])), default=len(self.forward)
-            )
+            after = (self.urgency[follower] for follower in self.followers[op])
+            self.urgency[op] = min((*own, *after), default=len(self.forward))
+
+    def _divide_forward(self, until_s: Sequence[float]) -> None:
+        """Divide the forward pass into runs; its ops end at `until_s`."""
         # Forward ops run in order, so those that read nothing for the first time follow the one before them. Where
         # gathers wait for updates, one of these may be worth more than the next op.
         starts = set(range(len(self.forward)) if self.is_sharded and self.updates else (0, *self.first_read))
@@ -88,9 +96,7 @@ class GroupedPeriod:
         self.runs = [self.forward[start:stop] for start, stop in pairwise(borders)]
         self.run_s = [until_s[stop] - until_s[start] for start, stop in pairwise(borders)]
         run_at = {start: k for k, start in enumerate(borders)}
-        self.reader = [
-            run_at[first] for first in self.first_read
-        ]  # the run that reads a tensor first, or none: the last
+        self.reader = [run_at[first] for first in self.first_read]  # the run that reads a tensor first; the last: none
         self.new_reads = [0] * len(borders)
         for reader in self.reader:
             self.new_reads[reader] += 1
@@ -171,26 +177,22 @@ class _Arrangement:
         self.fixed_updates = None if updates is None else list(updates)[::-1]
         self.cost_s = [period.half_s(sum(stop - start for _, start, stop in group)) for group in groups]
         self.tensors = [list(dict.fromkeys(t for t, _, _ in group)) for group in groups]
-        number = len(period.release_s)
-        self.unscattered, self.ungathered = [0] * number, [0] * number  # by tensor: groups
-        for tensors in self.tensors:
-            for t in tensors:
-                self.unscattered[t] += 1
-                self.ungathered[t] += 1
         self.waits = {op: len(period.update_reads[op]) + len(period.update_waits[op]) for op in period.updates}
         self.since = dict.fromkeys(period.updates, period.backward_s)  # when an update can run
-        self.unupdated = [len(updates) for updates in period.updates_of]  # by tensor: its updates
-        self.groups_with: list[list[int]] = [[] for _ in range(number)]
+        self.unupdated = list(map(len, period.updates_of))  # by tensor: its updates
+        self.groups_with: list[list[int]] = [[] for _ in period.release_s]
         for k, tensors in enumerate(self.tensors):
             for t in tensors:
                 self.groups_with[t].append(k)
-        self.gather_waits = [len(tensors) for tensors in self.tensors]  # tensors that cannot be gathered yet
+        self.unscattered = list(map(len, self.groups_with))  # by tensor: groups
+        self.ungathered = list(self.unscattered)
+        self.gather_waits = list(map(len, self.tensors))  # tensors that cannot be gathered yet
         self.can_go = [max(period.release_s[t] for t in tensors) for tensors in self.tensors]
         # Parameters can be gathered when nothing reads the old ones.
         self.can_go += [period.backward_s if period.is_sharded else 0.0] * self.count
         self.run_waits = list(period.new_reads)
         self.run_since = [period.backward_s] * len(self.run_waits)
-        self.coming = [(moment, k) for k, moment in enumerate(self.can_go[: self.count])]  # halves, by when they can go
+        self.coming = list(zip(self.can_go, range(self.count), strict=False))  # halves, by when they can go
         self.there: list[tuple[tuple[int, int], int]] = []  # halves that can go, by rank
         heapq.heapify(self.coming)
         self.known = [True] * self.count + [False] * self.count  # whether `can_go` is known

@@ -4,7 +4,7 @@ their groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -14,7 +14,6 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import sharded
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.published import PUBLISHED
 from legato.schedule.search.blocks import too_many_tensors
 from legato.schedule.search.candidates import Fastest, published
 from legato.schedule.search.in_halves.best_groups import best_groups
@@ -47,8 +46,11 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
         best = best_groups(period, bound.seconds, fastest.seconds, partition=not cluster.unpack_s_per_byte)
         return period, [best] if best else []
 
+    def consider(plans: Iterable[Plan]) -> None:
+        fastest.consider(msgspec.structs.replace(plan, shard=shard) for plan in plans)
+
     period, given = period_and_best(_with_captured_updates(captured, workload))
-    fastest.consider(msgspec.structs.replace(plan_in_groups(problem, period, *best), shard=shard) for best in given)
+    consider(plan_in_groups(problem, period, *best) for best in given)
     if fastest.seconds <= enough_s:
         return fastest.plan
     part = replace(problem, shard="none", work=problem.work * _UNSHARDED, limit_s=problem.limit_s * _UNSHARDED)
@@ -58,16 +60,15 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
     starts = [groups_of(plans[k].messages, workload) for k in by_time[:_STARTS]]
     starts = [starts[0], *(groups for groups in starts[1:] if not too_many_tensors(len(groups)))]
     own = fastest.plan.op_order or captured
-    for op_order in dict.fromkeys(_with_captured_updates(o, workload) for o in (own, captured)):
+    orders = _with_captured_updates(own, workload), _with_captured_updates(captured, workload)
+    for op_order in dict.fromkeys(orders):
         if fastest.seconds <= enough_s:
             break
         period, given = period_and_best(op_order)
-        found = plans_in_groups(problem, period, starts, enough_s, given)
-        fastest.consider(msgspec.structs.replace(plan, shard=shard) for plan in found)
-    for scheduler in PUBLISHED if problem.large else ():
-        if fastest.seconds > enough_s:
-            default = problem.collectives.lines.choices[0][0]
-            fastest.consider(sharded(plan, workload, shard) for plan in published(problem, default, [scheduler]))
+        consider(plans_in_groups(problem, period, starts, enough_s, given))
+    if problem.large:
+        default = problem.collectives.lines.choices[0][0]
+        fastest.consider_in_turn((sharded(plan, workload, shard) for plan in published(problem, default)), enough_s)
     problem.warn_if_cut(budget)
     return fastest.plan
 
