@@ -8,7 +8,7 @@ which says nothing about which plan is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -94,34 +94,37 @@ def _entry(
     name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline], rounds: bool
 ) -> Entry:
     """One line from all that is known of a plan; what was measured is what was said when it was measured."""
-    predicted, one = drawn.get("predicted"), drawn.get("measured")
-    shown, told = predicted or one, row or plan
-    bound = (told.lower_bound_s if told else 0.0) or next(
-        (t.lower_bound_s for t in drawn.values() if t.lower_bound_s), None
-    )
-    seconds = row.iteration_s if row else plan.predicted_s if plan else None
-    if seconds is None and predicted is not None:
-        seconds = predicted.iteration_s
+    known, told = _told_by(drawn), row or plan
+    if plan:
+        known |= {"measured_s": plan.measured_s, "quartiles_s": plan.quartiles_s, "num_messages": plan.num_messages}
+        if plan.predicted_s is not None:
+            known["predicted_s"] = plan.predicted_s
+    if row:
+        known |= {"predicted_s": row.iteration_s, "overlap": row.overlap, "utilization": row.utilization}
+        known |= {"num_messages": row.num_messages, "plan_s": row.plan_s}
+    bounds = (told.lower_bound_s if told else None), *(timeline.lower_bound_s for timeline in drawn.values())
+    bound, seconds = next(filter(None, bounds), None), known.get("predicted_s")
     return Entry(
         name,
-        seconds,
-        plan.measured_s if plan else None,
-        plan.quartiles_s if plan else None,
-        one.iteration_s if one else None,
-        bound,
-        seconds / bound - 1 if bound and seconds is not None else None,
-        row.overlap if row else shown.overlap if shown else None,
-        row.utilization if row else shown.utilization if shown else None,
-        told.num_messages if told else _messages(shown),
-        row.plan_s if row else None,
-        {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0},
-        plan.rounded if plan else row.rounded if row and rounds else None,
+        lower_bound_s=bound,
+        gap=seconds / bound - 1 if bound and seconds is not None else None,
+        rounded=plan.rounded if plan else row.rounded if row and rounds else None,
+        **known,
     )
 
 
-def _messages(timeline: Timeline | None) -> int | None:
-    if timeline is None:
-        return None
+def _told_by(drawn: dict[str, Timeline]) -> dict[str, Any]:
+    """The fields of an entry that timelines tell, by their sources."""
+    exposed = {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0}
+    known: dict[str, Any] = {"exposed": exposed}
+    for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # of both, the prediction counts
+        if timeline := drawn.get(source):
+            known |= {field: timeline.iteration_s, "overlap": timeline.overlap, "utilization": timeline.utilization}
+            known["num_messages"] = _messages(timeline)
+    return known
+
+
+def _messages(timeline: Timeline) -> int:
     worker = drawn_worker(timeline)
     return sum(s.kind == "message" and s.worker == worker for s in timeline.spans)
 
@@ -144,11 +147,15 @@ def best_of(table: Sequence[Entry]) -> Entry | None:
     kind, seen = _comparable(table)
     if kind == "one iteration" or not seen:
         return None
-    fastest = min(e.seconds(kind) or 0.0 for e in seen)
-    as_fast = [e for e in seen if (e.seconds(kind) or 0.0) <= fastest * (1 + _SAME)]
+    fastest = min(_seconds(e, kind) for e in seen)
+    as_fast = [e for e in seen if _seconds(e, kind) <= fastest * (1 + _SAME)]
     least = min(e.rounded or 0.0 for e in as_fast)
     as_fast = [e for e in as_fast if (e.rounded or 0.0) <= least + _SAME]
-    return min(as_fast, key=lambda e: (e.scheduler not in BASELINES, e.num_messages or 0, e.seconds(kind) or 0.0))
+    return min(as_fast, key=lambda e: (e.scheduler not in BASELINES, e.num_messages or 0, _seconds(e, kind)))
+
+
+def _seconds(entry: Entry, kind: Kind) -> float:
+    return entry.seconds(kind) or 0.0
 
 
 def _baseline(table: Sequence[Entry]) -> Entry | None:
@@ -168,7 +175,7 @@ def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
     best, base = best_of(table), _baseline(seen)
     now = base or best or seen[0]
     under = "" if now.scheduler == job else f" under {_shown_name(now)}"
-    time = format_seconds(now.seconds(kind) or 0.0)
+    time = format_seconds(_seconds(now, kind))
     exposed = now.exposed.get("predicted" if kind == "predicted" else "measured")
     share = [] if exposed is None else [(percent(exposed), True), (" of it exposed communication", False)]
     if kind == "one iteration":
@@ -177,7 +184,7 @@ def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
     words = [("An iteration takes ", False), (time, True), (f"{under} ({kind})", False)]
     if kind == "predicted" and share:
         words += [(", ", False), *share]
-    if best is not None and (now.seconds(kind) or 0.0) > (best.seconds(kind) or 0.0) * (1 + _SAME):
+    if best is not None and _seconds(now, kind) > _seconds(best, kind) * (1 + _SAME):
         words += [("; ", False), (best.scheduler, True), (" is ", False), (f"{_times(now, best, kind)} as fast", True)]
     elif base is not None and len(seen) > 1:
         words += [("; ", False), (f"no other plan is more than {percent(_SAME)} faster", True)]
@@ -218,22 +225,24 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
     )
     basis: Kind = "predicted" if any(e.predicted_s is not None for e in table) else "one iteration"
     of_basis = "predicted {}" if basis == "predicted" else "{} of one iteration"
-    based = [e if e.seconds(basis) is not None else Entry("") for e in table]
+
+    def column(name: str, cell: Callable[[Entry], dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return name, [cell(e) for e in table]
+
+    def based(share: float | None, e: Entry) -> dict[str, Any]:
+        return share_cell(None if e.seconds(basis) is None else share)
+
     columns = [
-        ("scheduler", [table_cell(e.scheduler, e.scheduler) for e in table]),
+        column("scheduler", lambda e: table_cell(e.scheduler, e.scheduler)),
         *_time_columns(table),
-        ("predicted above bound", [share_cell(e.gap, signed=True) for e in table]),
-        ("rounded", [share_cell(e.rounded) for e in table]),
-        (
-            of_basis.format("overlap"),
-            [share_cell(e.overlap) for e in based],
+        column("predicted above bound", lambda e: share_cell(e.gap, signed=True)),
+        column("rounded", lambda e: share_cell(e.rounded)),
+        column(of_basis.format("overlap"), lambda e: based(e.overlap, e)),
+        column(of_basis.format("utilization"), lambda e: based(e.utilization, e)),
+        column(
+            "messages", lambda e: table_cell("" if e.num_messages is None else f"{e.num_messages:,}", e.num_messages)
         ),
-        (of_basis.format("utilization"), [share_cell(e.utilization) for e in based]),
-        (
-            "messages",
-            [table_cell("" if e.num_messages is None else f"{e.num_messages:,}", e.num_messages) for e in table],
-        ),
-        ("planning time", [seconds_cell(e.plan_s) for e in table]),
+        column("planning time", lambda e: seconds_cell(e.plan_s)),
     ]
     help = _HELP | {of_basis.format(name): _HELP[name] for name in ("overlap", "utilization")}
     return table_of(columns, help, order, None if best is None else table.index(best))

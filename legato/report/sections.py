@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.text import count, percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
-from legato.core.workload import Workload
 from legato.report.breakdowns import breakdown_charts, breakdown_headline
 from legato.report.idle import drawn_worker, idle_costs, idle_sentence
 from legato.report.memory import draw_memory
@@ -28,17 +26,20 @@ _MOST_WAITS = 6
 def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any]:
     """The values that the template needs for one workload; adds its figures to `figures` by id."""
     table = entries(model)
-    single = _single(model.timelines, table)
-    # Of what a measured iteration waits for, a command has said more than its timeline tells.
-    waiting = [t for t in model.timelines if not (model.told and t.source == "measured")]
+    single, waiting = _single(model.timelines, table), model.timelines
+    if model.told:
+        said: dict[str, Any] = {"headline": _verdict(model.verdict), "bound": "", "facts": "", "table": None}
+        # Of what a measured iteration waits for, a command has said more than its timeline tells.
+        waiting = tuple(t for t in waiting if t.source != "measured")
+    else:
+        said = {"headline": headline(table, model.name), "bound": bound_sentence(table), "facts": _facts(model)}
+        said["table"] = scheduler_table(table) if table else None
     whole = any(t.whole for t in model.timelines)
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
-        "headline": _verdict(model.verdict) if model.told else headline(table, model.name),
+        **said,
         "code": model.code,
-        "bound": "" if model.told else bound_sentence(table),
-        "facts": "" if model.told else _facts(model),
         "advice": model.advice,
         "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
         "asides": model.asides,
@@ -46,15 +47,14 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "jobs": are_jobs(model.timelines),
         "whole": whole,
         "doubts": model.measured.doubts if model.measured else (),
-        "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
         "points": "",
         "breakdowns": [],
         "worker_note": "",
         "waits": _waits(waiting, model.plans, single, of_tensors=not (model.points or whole)),
         "single": any(timeline.source == "measured" for timeline in model.timelines),
-        "workload": _workload(model.workload, model, number, figures) if model.workload else None,
-        "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
+        "workload": _workload(model, number, figures),
+        "cluster": _cluster(model),
     }
     if model.points:
         part["points"] = f"points-{number}"
@@ -147,8 +147,10 @@ def _tile(name: str, value: str, note: str = "") -> dict[str, str]:
     return {"name": name, "value": value, "note": note}
 
 
-def _workload(workload: Workload, model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any]:
-    cluster, phases = model.cluster, []
+def _workload(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any] | None:
+    workload, cluster, phases = model.workload, model.cluster, []
+    if workload is None:
+        return None
     for phase in ("backward", "optimizer", "forward"):
         ids = workload.phase_ops(phase)
         seconds = sum(workload.ops[i].duration_s for i in ids)
@@ -201,20 +203,22 @@ def _workload(workload: Workload, model: ModelReport, number: int, figures: dict
     return {"tiles": tiles, "phases": phases, "figures": shown}
 
 
-def _cluster(cluster: Cluster, workload: Workload | None) -> dict[str, Any]:
+def _cluster(model: ModelReport) -> dict[str, Any] | None:
+    cluster, workload = model.cluster, model.workload
+    if cluster is None:
+        return None
     tiles = [_tile("workers", f"{cluster.workers:,}")]
+    costs = "measured", "on this cluster"
     if cluster.servers:
         tiles.append(_tile("parameter servers", f"{cluster.servers:,}"))
     if cluster.bandwidth_bps is not None:
         tiles.append(_tile("link", format_bandwidth(cluster.bandwidth_bps), "each way"))
+        costs = "derived", "from link and latency"
     if cluster.latency_s is not None:
         tiles.append(_tile("latency", format_seconds(cluster.latency_s), "per hop"))
     if cluster.reduce_s_per_byte:
         tiles.append(_tile("reduction speed", f"{format_bytes(1 / cluster.reduce_s_per_byte)}/s"))
-    derived = cluster.bandwidth_bps is not None
-    tiles.append(
-        _tile("costs", *(("derived", "from link and latency") if derived else ("measured", "on this cluster")))
-    )
+    tiles.append(_tile("costs", *costs))
     names = ["collective", "per message (alpha)", "per MiB (beta)", "goodput", "merge below"]
     rows = []
     for name, cost in cluster.collectives.items():

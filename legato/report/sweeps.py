@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from legato.core.axes import SERVERS, SWEPT, Axis
-from legato.core.text import count, percent
+from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.model import SweepRow
-from legato.report.tables import bar_percent, factor, heads, table_cell
+from legato.report.tables import bar_percent, factor, heads, share_cell, table_cell
 
 __all__ = ["draw_sweep", "over", "sweep_headline", "sweep_sections", "varying"]
 
@@ -36,9 +36,10 @@ _Column = tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]
 
 def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The values that the template needs for each workload of a sweep; adds the figures to `figures` by id."""
-    parts = []
-    for number, name in enumerate(dict.fromkeys(row.workload for row in rows)):
-        mine = [row for row in rows if row.workload == name]
+    parts, by_workload = [], dict[str, list[SweepRow]]()
+    for row in rows:
+        by_workload.setdefault(row.workload, []).append(row)
+    for number, (name, mine) in enumerate(by_workload.items()):
         drawn = []
         several = len({(row.fabric, row.scheduler) for row in mine}) > 1
         for x in [name for name in varying(mine) if not isinstance(_AXES[name].usual, str)] or [""]:
@@ -98,8 +99,8 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
         ("scheduler", lambda r: r.scheduler, lambda r: r.scheduler),
         *map(_column, SWEPT),
         (f"speedup {over(rows)}", lambda r: r.speedup, lambda r: factor(r.speedup)),
-        ("above bound", lambda r: r.gap, lambda r: "" if r.gap is None else percent(r.gap, signed=True)),
-        ("utilization", lambda r: r.utilization, lambda r: "" if r.utilization is None else percent(r.utilization)),
+        ("above bound", lambda r: r.gap, lambda r: share_cell(r.gap, signed=True)["text"]),
+        ("utilization", lambda r: r.utilization, lambda r: share_cell(r.utilization)["text"]),
     ]
     shown = [column for column in columns if len({column[1](row) for row in rows} - {None}) > 1] or columns[:1]
     table_rows = []
@@ -118,27 +119,19 @@ def varying(rows: Sequence[SweepRow]) -> list[str]:
 
 def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
     """One sentence on what is fastest, and on how many of the clusters, as pieces of (text, bold?)."""
-    every: dict[Key, dict[Key, SweepRow]] = {}  # cluster -> line -> row
-    for row in rows:
-        if row.iteration_s is not None:
-            every.setdefault(_at(row, list(_AXES)), {})[_series(row)] = row
-    if not every:
+    wins = _wins(rows)
+    if not wins:
         return [("No cell has a result.", False)]
-    wins: dict[Key, dict[Key, SweepRow]] = {}  # line -> cluster -> row
-    for at, found in every.items():
-        fastest_s = min(row.iteration_s or 0.0 for row in found.values())
-        for key, row in found.items():
-            if (row.iteration_s or 0.0) <= fastest_s * _SAME:
-                wins.setdefault(key, {})[at] = row
-    names = _names(rows)
-    first = max(wins, key=lambda key: (len(wins[key]), sum(row.speedup or 0.0 for row in wins[key].values())))
-    won, gain = len(wins[first]), max(row.speedup or 1.0 for row in wins[first].values())
-    alike = [key for key in wins if key != first and wins[key].keys() >= wins[first].keys()]
-    where = "everywhere" if won == len(every) else f"on {won} of {len(every)} clusters"
-    if len(alike) + 1 == len(names) > 1 and won == len(every):
+    speedups = {key: [row.speedup or 0.0 for row in won.values()] for key, won in wins.items()}
+    names, clusters = _names(rows), len(set[Key]().union(*wins.values()))
+    first = max(wins, key=lambda key: (len(wins[key]), sum(speedups[key])))
+    won, gain = len(wins[first]), max(speedups[first])
+    alike = {key for key in wins if wins[key].keys() >= wins[first].keys()} - {first}
+    where = "everywhere" if won == clusters else f"on {won} of {clusters} clusters"
+    if len(alike) + 1 == len(names) > 1 and won == clusters:
         return [("All are as fast as each other", True), (f" {where}.", False)]
     if alike:
-        others = names[alike[0]] if len(alike) == 1 else f"{len(alike)} others"
+        others = names[alike.pop()] if len(alike) == 1 else f"{len(alike)} others"
         words = [(f"{names[first]} and {others}", True), (f" are the fastest {where}, as fast as each other", False)]
     else:
         words = [
@@ -148,6 +141,21 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
     if gain > 1.005 and first != _series(rows[0]):
         words += [(", up to ", False), (f"{gain:.3g}x as fast as {names[_series(rows[0])]}", True)]
     return [*words, (".", False)]
+
+
+def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
+    """For each line of a plot the clusters on which no other is faster, with its rows there."""
+    every: dict[Key, dict[Key, tuple[float, SweepRow]]] = {}  # cluster -> line -> seconds and row
+    for row in rows:
+        if row.iteration_s is not None:
+            every.setdefault(_at(row, list(_AXES)), {})[_series(row)] = row.iteration_s, row
+    wins: dict[Key, dict[Key, SweepRow]] = {}
+    for at, found in every.items():
+        fastest_s = min(seconds for seconds, _ in found.values())
+        for key, (seconds, row) in found.items():
+            if seconds <= fastest_s * _SAME:
+                wins.setdefault(key, {})[at] = row
+    return wins
 
 
 def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
 from legato.pytorch.runtime.sending.tracing import trace_ddp
-from legato.schedule.compare import compare
+from legato.schedule.compare import Candidate, compare
 from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 from legato.testbed.graphs import CompiledModel, with_nodes
@@ -218,33 +218,32 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
     )
 
 
+def _predicted(candidate: Candidate, name: str | None = None) -> _Prediction:
+    """What is predicted of a plan, under its scheduler's name or another one."""
+    plan = candidate.plan
+    return _Prediction(name or plan.scheduler, plan, candidate.timeline, candidate.bound.seconds)
+
+
 def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) -> list[_Prediction]:
     """Make the plans on rank 0, and return them on all ranks."""
     content = b""
     if dist.get_rank() == 0:
-        names = [name for name in task.schedulers if name != BUCKETS]
-        if BUCKETS in task.schedulers and "merge-optimal" not in names:
-            names.append("merge-optimal")
-        found = {
-            c.plan.scheduler: _Prediction(c.plan.scheduler, c.plan, c.timeline, c.bound.seconds)
-            for c in compare(workload, cluster, names, progress=lambda d, n: advance(STAGES[1], d, n))
-        }
+        names = dict.fromkeys("merge-optimal" if name == BUCKETS else name for name in task.schedulers)
+        candidates = compare(workload, cluster, names, progress=lambda d, n: advance(STAGES[1], d, n))
+        found = {c.plan.scheduler: _predicted(c) for c in candidates}
         if BUCKETS in task.schedulers:
             found[BUCKETS] = msgspec.structs.replace(found["merge-optimal"], name=BUCKETS)
-        predictions = [found[name] for name in task.schedulers]
+        predictions = list(map(found.__getitem__, task.schedulers))
+        planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
         if task.shard != "none":
             predictions.append(_Prediction(ZERO, found["ddp"].plan, None, 0.0))
-            planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
-            for c in compare(workload, cluster, planned, shard=task.shard) if planned else ():
-                predictions.append(_Prediction(c.plan.scheduler + SHARDED, c.plan, c.timeline, c.bound.seconds))
+            others = compare(workload, cluster, planned, shard=task.shard) if planned else []
+            predictions += [_predicted(c, c.plan.scheduler + SHARDED) for c in others]
         if task.wire != "none":
-            planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
             everything: Rounding = "all-bf16" if task.wire.endswith("bf16") else "all-fp16"
             (hooked,) = compare(workload, cluster, ["ddp"], wire=everything)
             others = compare(workload, cluster, planned, wire=task.wire) if planned else []
-            predictions.append(_Prediction(HOOKED, hooked.plan, hooked.timeline, hooked.bound.seconds))
-            for c in others:
-                predictions.append(_Prediction(c.plan.scheduler + ROUNDED, c.plan, c.timeline, c.bound.seconds))
+            predictions += [_predicted(hooked, HOOKED), *(_predicted(c, c.plan.scheduler + ROUNDED) for c in others)]
         content = msgspec.json.encode(predictions)
     return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])
 

@@ -7,6 +7,7 @@ pass to the start of the next, on worker 0.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -105,8 +106,8 @@ def _trial(
     return ServerTrial(
         scheduler=order.plan.scheduler,
         computation_s=sum(op.duration_s for op in workload.ops if op.phase != "optimizer"),
-        measured_s=tuple(s for seen in first for s in seen.seconds),
-        waited_s=tuple(s for seen in first for s in seen.waited_s),
+        measured_s=tuple(chain.from_iterable(seen.seconds for seen in first)),
+        waited_s=tuple(chain.from_iterable(seen.waited_s for seen in first)),
         straggler_s=tuple(stragglers),
         predicted_s=order.prediction.iteration_s,
         communication_s=order.prediction.communication_s,
