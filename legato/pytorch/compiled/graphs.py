@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,19 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if not place:
         return _with_parts(body)
+    named = sorted((node for node in body if node.name in place), key=lambda node: place[node.name])
+    done = _behind_inputs(named)
+    position = {node: i for i, node in enumerate(done)}
+    for node in body:
+        if node not in done:
+            position[node] = max((position[n] for n in node.all_input_nodes if n in position), default=-1)
+    return _with_parts(sorted(body, key=lambda node: (position[node], node not in done)))
+
+
+def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes in their order, each with all that it needs, but placeholders, right before it."""
     done: dict[fx.Node, None] = {}
-    for first in sorted((node for node in body if node.name in place), key=lambda node: place[node.name]):
+    for first in nodes:
         stack = [first]
         while stack:
             missing = [n for n in stack[-1].all_input_nodes if n not in done and n.op != "placeholder"]
@@ -59,11 +70,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
                 stack += reversed(missing)
             else:
                 done[stack.pop()] = None
-    position = {node: i for i, node in enumerate(done)}
-    for node in body:
-        if node not in done:
-            position[node] = max((position[n] for n in node.all_input_nodes if n in position), default=-1)
-    return _with_parts(sorted(body, key=lambda node: (position[node], node not in done)))
+    return done
 
 
 def _with_parts(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -88,33 +95,53 @@ def cut(
     So only tensors, and no tuples of them, go from one piece to another.
     `compile_piece(piece, inputs, results)` compiles a piece of which these nodes of the graph are inputs and results.
     """
-    returned = {value for value in outputs(module.graph) if isinstance(value, fx.Node)}
     sizes = [n for n in module.graph.nodes if n.op == "placeholder" and not hasattr(n.meta.get("val"), "stride")]
-    ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
-    bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
-    parts = [nodes[a:b] for a, b in itertools.pairwise(bounds)]
-    number = {node: i for i, part in enumerate(parts) for node in part}
-    last_user = {n: max((number[u] for u in n.users if u in number), default=-1) for n in module.graph.nodes}
+    parts = _parts(nodes, starts)
+    last_user = _last_users(module.graph, parts) | dict.fromkeys(sizes, len(parts))
     pieces = []
     for i, part in enumerate(parts):
-        inside = {node for node in part if node.op != "get_attr"}
-        needed = dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in inside)
+        own = dict.fromkeys(node for node in part if node.op != "get_attr")
+        needed = _needed(own)
         constants = [n for n in needed if n.op == "get_attr"]
-        inputs = tuple(dict.fromkeys([*sizes, *(n for n in needed if n.op != "get_attr")]))
-        results = tuple(n for n in part if n in inside and (n in returned or last_user[n] > i))
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in (*inputs, *constants, *(n for n in part if n in inside)):
-            if node in inputs:
-                copies[node] = graph.placeholder(node.name)
-                copies[node].meta = dict(node.meta)
-            else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in results))
+        inputs = tuple(n for n in dict.fromkeys([*sizes, *needed]) if n.op != "get_attr")
+        results = tuple(n for n in own if last_user[n] > i)
+        graph = _copied(inputs, (*constants, *own), results)
         run_piece = compile_piece(fx.GraphModule(module, graph), inputs, results)
-        last = frozenset(n for n in inputs if last_user[n] <= i and n not in returned and n not in sizes)
+        last = frozenset(n for n in inputs if last_user[n] <= i)
         pieces.append(Piece(run_piece, inputs, last, results))
     return pieces
+
+
+def _needed(nodes: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """The other nodes that these need."""
+    return dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in nodes)
+
+
+def _parts(nodes: Sequence[fx.Node], starts: Iterable[int]) -> list[Sequence[fx.Node]]:
+    """The nodes before and after each start, with the parts of a result behind it."""
+    ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
+    bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
+    return [nodes[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _last_users(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
+    """The number of the last part that needs each node: -1 if none does, and behind all of them if it is returned."""
+    number = {node: i for i, part in enumerate(parts) for node in part}
+    found = {n: max((number[u] for u in n.users if u in number), default=-1) for n in graph.nodes}
+    return found | {value: len(parts) for value in outputs(graph) if isinstance(value, fx.Node)}
+
+
+def _copied(inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
+    """These nodes as a graph of their own, which takes the inputs and returns the results."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return graph
 
 
 def run(

@@ -121,7 +121,7 @@ def _wait_for_all(work: Any, group: Any) -> None:
     store = PrefixStore(f"legato/calls/{group.group_name}", default_store())
 
     def missing() -> str:
-        others = [r for r in range(group.size()) if r != group.rank()]
+        others = sorted({*range(group.size())} - {group.rank()})
         late = [r for r in others if not store.check([str(r)]) or int(store.get(str(r))) < number]
         names = ", ".join(map(str, late[:8])) + (" and others" if len(late) > 8 else "")
         who = f"rank {names} has" if len(late) == 1 else f"ranks {names} have"

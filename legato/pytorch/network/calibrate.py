@@ -132,12 +132,7 @@ def calibrate(
         InputError: no process group is initialized, or `sizes` or `depths` are not as described.
         PlanError: a collective that the runtime cannot carry out.
     """
-    if not dist.is_initialized():
-        raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
-    if len(set(sizes)) < 2 or min(sizes) < 4:
-        raise InputError(f"sizes: {sorted(set(sizes))} (expected at least two different sizes of at least 4 bytes)")
-    if min(depths, default=1) < 1:
-        raise InputError(f"depths: {min(depths)} (expected at least 1)")
+    _check(sizes, depths)
     group: Any = process_group if process_group is not None else dist.group.WORLD
     ways = [(group.name(), 1), *((name, depth) for name in collectives for depth in sorted({1, *depths}))]
     own = _separate_group(group)
@@ -145,26 +140,17 @@ def calibrate(
     messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
     for message in messages:
         check_message(message, "calibrate", own.name())
-    measured: list[list[tuple[int, float]]] = [[] for _ in ways]
-    for i, nbytes in enumerate(sizes):
-        count = _stream(nbytes, [points[-1] for points in measured if points])
-        buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(1 + count)]
-        once = [functools.partial(_once, buffers, message, channel) for message in messages]
-        for points, seconds in zip(measured, _times(once, group), strict=True):
-            points.append((buffers[0].nbytes, seconds))
-        if progress:
-            progress(i + 1, len(sizes))
-        if i and max(points[-1][1] for points in measured) > _LONG_S:
-            break
-    fits = {way: _fit(points) for way, points in zip(ways, measured, strict=True)}
-    samples = [
-        Sample(n, s, fits[way].cost(n), *way) for way, points in zip(ways, measured, strict=True) for n, s in points
-    ]
-    deeper = {name: {d: cost for (n, d), cost in fits.items() if n == name and d > 1} for name in collectives}
+    measured = dict(zip(ways, _measured(messages, sizes, channel, group, progress), strict=True))
+    fits = {way: _fit(points) for way, points in measured.items()}
+    samples = [Sample(n, s, fits[way].cost(n), *way) for way, points in measured.items() for n, s in points]
+    deeper: dict[str, dict[int, LinearCost]] = {}
+    for (name, depth), cost in fits.items():
+        if depth > 1:
+            deeper.setdefault(name, {})[depth] = cost
     cluster = Cluster(
         workers=group.size(),
         collectives={name: cost for (name, depth), cost in fits.items() if depth == 1},
-        depths={name: costs for name, costs in deeper.items() if costs},
+        depths=deeper,
         unpack_s_per_byte=_unpack_s_per_byte(group),
         send_s=_send_s(own),
     )
@@ -178,6 +164,37 @@ def calibrate(
     cluster = msgspec.structs.replace(cluster, contention=contention)
     dist.destroy_process_group(own)
     return Calibration(cluster, tuple(samples), compute_s)
+
+
+def _check(sizes: Sequence[int], depths: Sequence[int]) -> None:
+    if not dist.is_initialized():
+        raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
+    if len(set(sizes)) < 2 or min(sizes) < 4:
+        raise InputError(f"sizes: {sorted(set(sizes))} (expected at least two different sizes of at least 4 bytes)")
+    if min(depths, default=1) < 1:
+        raise InputError(f"depths: {min(depths)} (expected at least 1)")
+
+
+def _measured(
+    messages: Sequence[Message],
+    sizes: Sequence[int],
+    channel: Channel,
+    group: Any,
+    progress: Callable[[int, int], None] | None,
+) -> list[list[tuple[int, float]]]:
+    """The bytes and seconds of each kind of message, up to sizes that take long."""
+    measured: list[list[tuple[int, float]]] = [[] for _ in messages]
+    for i, nbytes in enumerate(sizes):
+        count = _stream(nbytes, [points[-1] for points in measured if points])
+        buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(1 + count)]
+        once = [functools.partial(_once, buffers, message, channel) for message in messages]
+        for points, seconds in zip(measured, _times(once, group), strict=True):
+            points.append((buffers[0].nbytes, seconds))
+        if progress:
+            progress(i + 1, len(sizes))
+        if i and max(points[-1][1] for points in measured) > _LONG_S:
+            break
+    return measured
 
 
 def _separate_group(group: Any) -> Any:

@@ -170,7 +170,7 @@ class Watchdog:
         if not self._store.check(["failed"]):
             self._store.set("failed", self._failure)
         deadline = time.monotonic() + ANSWER_S
-        missing = [r for r in range(self.size) if r != self.rank]
+        missing = sorted({*range(self.size)} - {self.rank})
         while missing and time.monotonic() < deadline:
             for r in missing:
                 if self._store.check([f"answer/{r}"]):

@@ -126,6 +126,14 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{where} is a DistributedDataParallel (expected the module inside it)")
+    _check_parameters(model, optimizer)
+    for parameter in inspect.signature(optimizer.step).parameters.values():
+        variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if parameter.default is inspect.Parameter.empty and not variadic:
+            raise CaptureError(f"{type(optimizer).__name__}.step needs a {parameter.name} (expected one without)")
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise CaptureError("the model has lazy parameters without values (expected one forward pass before)")
     mine = {id(p): p for p in model.parameters() if p.requires_grad}
@@ -136,10 +144,6 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
         raise CaptureError(f"the model is on {', '.join(devices)} (expected cpu or one device of an accelerator)")
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise CaptureError("the optimizer has none of the model's trainable parameters (expected at least one)")
-    for parameter in inspect.signature(optimizer.step).parameters.values():
-        variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if parameter.default is inspect.Parameter.empty and not variadic:
-            raise CaptureError(f"{type(optimizer).__name__}.step needs a {parameter.name} (expected one without)")
 
 
 def check_loss(value: Any) -> torch.Tensor:

@@ -170,12 +170,16 @@ class StepObserver:
                    (reader[min(step.reads.get(name, 0.0), step.forward)],))
             for name in (*ready, *unused)
         ]  # fmt: skip
-        names = {id(p): name for name, p in self._parameters.items()}
-        updated = [names.get(id(p), "") for o in optimizers for group in o.param_groups for p in group["params"]]
-        updated = [name for name in dict.fromkeys(updated) if name in ready]
+        updated = [name for name in self._in_order_of(optimizers) if name in ready]
         every = sum(nbytes[name] for name in updated)
         updates = tuple((name, step.optimizer * nbytes[name] / every) for name in updated)
         return RecordedStep(tuple(ops), tuple(tensors), unused, updates)
+
+    def _in_order_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, None]:
+        """The names of the parameters in the order in which optimizers update them."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        every = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        return dict.fromkeys(names.get(id(p), "") for p in every)
 
 
 def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -34,12 +34,7 @@ class OptimizerTimes:
 
     def note(self, arguments: Sequence[Any], out: Any, marks: Any) -> None:
         """Record an op that has run: its arguments, its result, and its marks (start, stop) on the clock."""
-        columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
-        counts: dict[int, int] = {}  # by owner: elements
-        if columns:
-            rows = [[c[i] for c in columns if i < len(c)] for i in range(max(map(len, columns)))]
-        else:
-            rows = [list(arguments)]
+        rows, counts = _rows(arguments), dict[int, int]()  # by owner: elements
         split = isinstance(out, (list, tuple)) and len(out) == len(rows)
         for i, row in enumerate(rows):
             found = list(tensors(row))
@@ -73,3 +68,11 @@ class OptimizerTimes:
         nbytes = {i: self._parameters[i].nbytes for i in order}
         every = sum(nbytes.values())
         return [(i, total[i] + spare * nbytes[i] / every) for i in order]
+
+
+def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
+    """The arguments of each of the ops that an op on lists of tensors stands for; else those of the op itself."""
+    columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
+    if not columns:
+        return [list(arguments)]
+    return [[c[i] for c in columns if i < len(c)] for i in range(max(map(len, columns)))]

@@ -410,17 +410,26 @@ class Attachment:
         """
         stepped, self._stepped = self._stepped or not self._optimizers, False
         if self._ddps is not None:
-            if not is_joining(self.ddp):
-                self._idle.rebuild()
-            if self._kept is not None:
-                self._kept.note()
-            if self._ddps.done >= FIRST_PASSES:  # not in trainings of a few steps
-                _ = self._watchdog
+            self._pass_of_ddp_ended(self._ddps)
         if self.reason and self.reducer is not None:
             self._carry_out(None)
         if self.reason or not (self._wanted or self.reducer or self._first or self.observed):
             self._rest()
             return
+        self._decide(stepped)
+        if self._is_due() and self._shards is None and self._plan.shard == "none":
+            self._carry_out(self._wanted)
+
+    def _pass_of_ddp_ended(self, passes: DdpPasses) -> None:
+        if not is_joining(self.ddp):
+            self._idle.rebuild()
+        if self._kept is not None:
+            self._kept.note()
+        if passes.done >= FIRST_PASSES:  # not in trainings of a few steps
+            _ = self._watchdog
+
+    def _decide(self, stepped: bool) -> None:
+        """Decide what this pass was the last one for; `stepped` says whether an iteration ends with it."""
         if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
@@ -434,8 +443,6 @@ class Attachment:
             self._end_tournament()
         elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
-        if self._is_due() and self._shards is None and self._plan.shard == "none":
-            self._carry_out(self._wanted)
 
     def _a_pass_waits(self) -> bool:
         """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""

@@ -35,6 +35,7 @@ from legato.pytorch._private import (
     without_overrides,
 )
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sharding.shards import shards_of
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
@@ -301,22 +302,26 @@ def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
     return any(reducer.delivery.overlaps for reducer in reducers) and not (scaled or differentiable)
 
 
+def _postpone(delivery: Delivery, parameters: Iterable[torch.Tensor], states: Any, update: Update) -> set[int]:
+    """Postpone the updates that may wait, and return the ids of their parameters."""
+    slots = [slot for p in parameters if (slot := delivery.by_parameter.get(id(p))) is not None]
+    if any(slot.stage == PENDING for slot in slots):
+        delivery.settle()  # a second step() before the first one's result was read
+    with gate.invisible():
+        later = [slot for slot in slots if delivery.may_wait(slot)]
+    later = [slot for slot in later if not state_is_held(states, slot.parameter)]
+    delivery.postpone(later, update)
+    delivery.deliver(slot for slot in slots if slot.stage != PENDING)
+    return {id(slot.parameter) for slot in later}
+
+
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
     _show(optimizer)  # the step before may still wait
     update = Update(optimizer, base, partial(_show, optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = vars(optimizer)["state"]
     waiting: set[int] = set()
-    for delivery in (reducer.delivery for reducer in reducers):
-        slots = [slot for p in parameters if (slot := delivery.by_parameter.get(id(p))) is not None]
-        if any(slot.stage == PENDING for slot in slots):
-            delivery.settle()  # a second step() before the first one's result was read
-        with gate.invisible():
-            later = [slot for slot in slots if delivery.may_wait(slot)]
-        later = [slot for slot in later if not state_is_held(states, slot.parameter)]
-        delivery.postpone(later, update)
-        waiting.update(id(slot.parameter) for slot in later)
-        delivery.deliver(slot for slot in slots if slot.stage != PENDING)
+    for reducer in reducers:
+        waiting |= _postpone(reducer.delivery, parameters, vars(optimizer)["state"], update)
     if now := [p for p in parameters if id(p) not in waiting]:
         update.apply(now)
     update.waiting = len(waiting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -292,7 +292,7 @@ def make_buckets(
     reduce_scatter before it.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
-    unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
+    unplanned = set(sizes).difference(*(message.tensors for message in plan.messages))
     if unplanned:
         name = min(unplanned)
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
@@ -316,17 +316,22 @@ def make_buckets(
                 scattered[frozenset(part.slices)] = bucket
         bucket.index, bucket.owner = len(buckets), owner_of(parameters[part.slices[0].tensor])
         buckets.append(bucket)
+    _connect(slots.values(), buckets, sharded)
+    return list(slots.values()), buckets
+
+
+def _connect(slots: Iterable[Slot], buckets: Iterable[Bucket], sharded: bool) -> None:
+    """Tell each slot the buckets that it is in, and each bucket the slots of which it is the last one."""
     for bucket in buckets:
         for slot in dict.fromkeys(piece.slot for piece in (bucket.scattered or bucket).slices):
             slot.buckets.append(bucket)
             bucket.slots += 1
-    for slot in slots.values():
+    for slot in slots:
         slot.slices.sort(key=lambda piece: piece.start)
         slot.whole = None if sharded else _whole(slot)
         slot.buckets[-1].last_of.append(slot)
         for piece in slot.slices:
             slot.parts.setdefault(piece.bucket.index, []).append(piece)
-    return list(slots.values()), buckets
 
 
 def check_plan(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
