@@ -60,11 +60,7 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Measurement(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="legato.measurement/1",
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.measurement/1"
 ):
     """What `legato rehearse` and `legato verify` measured: of each plan of a job, on a network, in words.
 

@@ -45,13 +45,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             raise InputError(f"nbytes: {self.nbytes} (expected at least 0)")
 
 
-class Timeline(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="legato.timeline/1",
-):
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.timeline/1"):
     """One iteration of training, predicted by a simulation or measured.
 
     The metrics are those of TicTac and Caramel, for the first worker:

@@ -103,14 +103,7 @@ def import_execution_traces(
     """
     read: dict[Path, Graph] = {trace: _Graph(graph, progress) for graph, trace in pairs(paths)}
     return import_kineto(
-        list(read),
-        name=name,
-        step=step,
-        rank=rank,
-        keep_idle=keep_idle,
-        graphs=read,
-        known=known,
-        progress=progress,
+        list(read), name=name, step=step, rank=rank, keep_idle=keep_idle, graphs=read, known=known, progress=progress
     )
 
 

@@ -29,13 +29,7 @@ from legato.pytorch._private import (
     wrapped_module,
 )
 
-__all__ = [
-    "ModuleFingerprint",
-    "named_modules",
-    "named_parameters",
-    "sparse_parameters",
-    "trained_parameters",
-]
+__all__ = ["ModuleFingerprint", "named_modules", "named_parameters", "sparse_parameters", "trained_parameters"]
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -65,12 +65,7 @@ class Cover:
             self.reached[op] = reached
 
     def _chain(
-        self,
-        op: int,
-        neighbours: Sequence[int],
-        reached: dict[int, int],
-        height: dict[int, int],
-        heir: dict[int, int],
+        self, op: int, neighbours: Sequence[int], reached: dict[int, int], height: dict[int, int], heir: dict[int, int]
     ) -> int:
         """The chain that goes on with an op: that of a neighbour, that of a branch that has ended, or a new one."""
         for neighbour in neighbours:

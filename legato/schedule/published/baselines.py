@@ -18,14 +18,7 @@ from __future__ import annotations
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import (
-    compose,
-    in_turn,
-    message_limit,
-    message_of,
-    ready_order,
-    resolve_collective,
-)
+from legato.schedule.basics.compose import compose, in_turn, message_limit, message_of, ready_order, resolve_collective
 
 __all__ = ["fifo", "single"]
 

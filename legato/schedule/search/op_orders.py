@@ -174,13 +174,7 @@ def annealed_order(
 
 
 def promising_orders(
-    workload: Workload,
-    value: OrderValue,
-    *,
-    moves: tuple[int, int],
-    enough_s: float,
-    budget: Budget,
-    seed: int,
+    workload: Workload, value: OrderValue, *, moves: tuple[int, int], enough_s: float, budget: Budget, seed: int
 ) -> list[tuple[int, ...]]:
     """Distinct orders of all ops of a period, without the captured one.
 

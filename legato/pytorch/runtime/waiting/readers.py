@@ -34,14 +34,7 @@ from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
-__all__ = [
-    "ModuleCalls",
-    "Readers",
-    "gradient_is_held",
-    "parameter_is_held",
-    "settle_before_leaving",
-    "state_is_held",
-]
+__all__ = ["ModuleCalls", "Readers", "gradient_is_held", "parameter_is_held", "settle_before_leaving", "state_is_held"]
 
 #: Forward passes in training that are watched before any update waits.
 WATCHED = 2
