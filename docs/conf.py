@@ -15,6 +15,7 @@ html_title = f"legato {release}"
 html_copy_source = False
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]  # $x$ and $$x$$ are mathematics
 
 # Docstrings are prose: a name in backticks is code, and an indented block is kept as it is.
 default_role = "code"
