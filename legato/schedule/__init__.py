@@ -71,11 +71,11 @@ def schedule(
     """Plan with the scheduler of this name; `options` are passed to it.
 
     With `shard`, the plan shards the optimizer or also the gradients: `legato` searches for
-    such a plan, and those of the published schedulers are turned into such ones (`sharded`).
+    such a plan, and plans of the published schedulers are turned into such ones (`sharded`).
     With `wire`, gradients travel in bf16 or fp16: with `"bf16"` the fewest bytes that make
     the iteration as fast as possible (`rounded`), with `"all-bf16"` all of them.
     Where computation and messages share a machine (`Cluster.contention`), a published
-    scheduler plans with what messages cost beside computation; `legato` knows more.
+    scheduler plans with what messages cost during computation; `legato` knows more.
     Raises `InputError`, with the nearest names, on a scheduler or an option that does
     not exist, on shards where the collective has no halves, on a `wire` with shards,
     parameter servers or gradients that are not float32,

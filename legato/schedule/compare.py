@@ -205,7 +205,7 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
 
 
 class Contest(msgspec.Struct, frozen=True):
-    """What to plan for a tournament of plans: with `overlap`, also plans with forward overlap."""
+    """Return what to plan for a tournament; with `overlap`, also plans with forward overlap."""
 
     workload: Workload
     cluster: Cluster

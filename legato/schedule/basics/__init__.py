@@ -1,1 +1,1 @@
-"""What every scheduler starts from: ready order, heads and tails, Jackson's rule, orders of computation."""
+"""The common basis of all schedulers: ready order, heads and tails, Jackson's rule, orders of computation."""

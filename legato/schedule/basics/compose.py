@@ -1,4 +1,4 @@
-"""What all schedulers share: when tensors are ready and read, and how messages and plans are made."""
+"""Shared by all schedulers: when tensors are ready and read, and how messages and plans are made."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def moves_updates_only(plan: Plan, workload: Workload) -> bool:
 
 
 def has_free_order(workload: Workload) -> bool:
-    """Whether the runtime can run ops in another order than the captured one: those of a compiled model."""
+    """Return whether the runtime can reorder the workload's ops, as it can for a compiled model."""
     return any(op.graph for op in workload.ops)
 
 

@@ -42,7 +42,7 @@ class Joined:
 
 
 def divided(messages: Iterable[Message], most: float) -> list[Message]:
-    """The messages, with those of more than `most` bytes divided into some that follow one another.
+    """Return the messages, each larger than `most` bytes divided into consecutive ones.
 
     Tensors are partitioned where this is necessary, so that all but the last of them hold
     `most` bytes, or up to `ALIGNMENT` less. `most` is at least `ALIGNMENT`.

@@ -7,7 +7,7 @@ Source: the chain compression of Jagadish (A Compression Technique to Materializ
 Transitive Closure, ACM TODS 1990), with a greedy cover.
 
 A network is a few branches wide, however deep it is, so an op reaches few chains. The
-cover keeps it so. A chain goes on with the op that has the longest path behind it, not
+cover keeps it so. A chain goes on with the op that has the longest path after it, not
 with a short end such as the gradient of a weight. An op that begins a branch goes on with
 the chain of a branch that has ended, if it reaches all of it.
 
@@ -67,7 +67,7 @@ class Cover:
     def _chain(
         self, op: int, neighbours: Sequence[int], reached: dict[int, int], height: dict[int, int], heir: dict[int, int]
     ) -> int:
-        """The chain that goes on with an op: that of a neighbour, that of a branch that has ended, or a new one."""
+        """Return the chain to extend with an op: a neighbour's, an ended branch's, or a new one."""
         for neighbour in neighbours:
             if heir[neighbour] == op:
                 for chain, count in reached.items():

@@ -6,7 +6,7 @@ and all gather the updated parameters. That is the volume of an all-reduce. With
 reduce-scatters in the backward pass and the all-gathers in the order in which the next
 forward pass reads the parameters, both passes overlap with it.
 Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, sections 5 and 7: what is
-sharded, and the volume) and DeAR (Zhang et al., ICDCS 2023: one half beside each pass).
+sharded, and the volume) and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_shard(shard: str) -> None:
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     """The sharded plan with the groups of a plan of all-reduces, or of their halves.
 
-    Its messages are those of `Plan.sharded`, with the all_gathers in the order in
+    Its messages come from `Plan.sharded`, with the all_gathers in the order in
     which the forward pass first reads them. The optimizer ops run between
     the passes, in the order in which their reduce_scatters arrive. Backward and forward
     ops keep their order. With `shard="none"` the plan is returned as it is. Raises

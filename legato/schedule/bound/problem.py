@@ -1,4 +1,4 @@
-"""What bounds are proved about: release times, tails, and what messages take; and what an argument for a bound is.
+"""The problem that bounds are proved about (release times, tails, cost of messages), and arguments for bounds.
 
 All times are numbers: seconds in floats where bounds are looked for, and whole parts of a second, all rounded down,
 where they are proved. If ops and messages take less time, no schedule takes longer. So what is proved about whole

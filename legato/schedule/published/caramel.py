@@ -2,7 +2,7 @@
 
 A gradient can travel between the op that produces it and the first op that reads
 it. Four parts widen these windows or use them better, and each can be switched
-off. Without any of them, the plan is that of `fifo`.
+off. With all of them off, it plans as `fifo` does.
 
 *Serialization* (section 4.1, `op_order.py`) runs the backward pass in the order
 that makes gradients ready early. The result is the plan's `op_order`.
@@ -13,7 +13,7 @@ has grown beyond the threshold, or when the network has nothing else to do. So a
 batch holds gradients that become ready at nearly the same time, and none waits
 for another one while the network is idle.
 
-*Scheduling* (4.3, "greedy 2D bin packing") packs the messages beside the backward
+*Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward
 pass and the next forward pass, which no longer waits for the last message. A
 message may go out between the last update of a gradient in it and the first read
 of one. The largest messages are placed first, each in the first place where it
@@ -28,7 +28,7 @@ whichever lengthens the iteration less (the backward pass if they are equal).
 
 *Depth* (4.4) divides a message into chunks that are sent and added up in turn.
 
-Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are those of its
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its
 `ARModel` (section 5). Its time oracle, the minimum of several runs of each op, is
 what a captured `Workload` holds.
 Units: seconds and bytes.
@@ -120,7 +120,7 @@ def caramel(  # noqa: PLR0913
 
 
 def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
-    """The tensors in the order in which their gradients become ready; those of one op in the workload's order."""
+    """Return the tensors in the order in which their gradients become ready; ties in the workload's order."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
 
@@ -130,7 +130,7 @@ def threshold_bytes(cost: LinearCost) -> float:
 
     It is 0 where startup is free, and infinite where only startup costs. If f(x) is
     at the floor of the cost, 0.8 is passed at (1.6 floor - alpha) / (2 beta). Of a cost
-    that follows measured sizes, it is that of the line through them.
+    that follows measured sizes, it follows the line through them.
     """
     cost = cost.line
     if cost.startup_s == 0:
@@ -233,7 +233,7 @@ def pack(
     backward_s: float,
     forward_s: float,
 ) -> Packing:
-    """Place every message beside the backward pass or the forward pass.
+    """Place every message in the backward pass or in the forward pass.
 
     By message: `release_s` is when it may go out, `tail_s` the computation from its
     first reader to the end of the iteration, `send_s` its time on the network.
@@ -268,7 +268,7 @@ def pack(
 
 
 class _Pass:
-    """What the network carries beside one pass, and how far it reaches beyond the end of the pass."""
+    """The network during one pass: what it carries, and how far it reaches beyond the end of the pass."""
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
@@ -300,7 +300,7 @@ class _Pass:
         return start
 
     def added_s(self, end_s: float) -> float:
-        """What a message that ends at this time adds to the iteration."""
+        """Return how much a message that ends at this time lengthens the iteration."""
         return max(0.0, end_s - self.length_s - self.beyond_s)
 
     def place(self, message: int, start_s: float, send_s: float) -> None:
@@ -327,7 +327,7 @@ class _Pass:
             self.widest_s.insert(b, self.widest_s[b])
 
     def _find(self, moment_s: float) -> tuple[int, int]:
-        """The place (block, index) of the first interval that begins at this time or later, or one behind a block."""
+        """Return the place (block, index) of the first interval from this time on, or one after a block."""
         b = max(0, bisect_left(self.blocks, (moment_s,), key=itemgetter(0)) - 1)
         return b, bisect_left(self.blocks[b], (moment_s,)) if self.blocks else 0
 

@@ -1,4 +1,4 @@
-"""DeAR: divide every all-reduce into its halves, one beside the backward pass and one before the forward pass.
+"""DeAR: divide every all-reduce into its halves, one during the backward pass and one before the forward pass.
 
 Idea: a reduce-scatter needs only the gradient, and nothing needs its result except
 the all-gather that completes the all-reduce. So gradients are reduced and scattered

@@ -7,7 +7,7 @@ Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and thresho
 HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of its code.
 Units: seconds and bytes.
 
-The defaults are those of Horovod since version 0.21 (2020): 1 ms and 128 MiB. Before,
+The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Before,
 and in the papers that compare with Horovod, they were 5 ms and 64 MiB.
 
 Deviations:

@@ -201,7 +201,7 @@ class _Window:
         self.end = 0
 
     def add(self, place: int, key: tuple[float, ...]) -> None:
-        """Let the window end behind this place."""
+        """Let the window end after this place."""
         while self.kept and self.kept[-1][0] > key:
             self.kept.pop()
         self.kept.append((key, place))

@@ -20,7 +20,7 @@ at e + tail, with the computation from its first reader on as its tail. Every or
 ends at the largest of these sums, so the problem is 1 || L_max, for which the
 longest tail first is exactly optimal (Jackson, 1955): the order in which the forward
 pass first reads the parameters. Eager PyTorch runs its ops in the captured order, so
-no order of pulls behind pushes is better there. `tic` and `tac` see only the graph,
+no order of pulls after pushes is better there. `tic` and `tac` see only the graph,
 not the order of ops, and are meant for executors that run whatever is ready
 (TensorFlow). Source: ours, as a yardstick for TicTac.
 

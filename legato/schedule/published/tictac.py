@@ -20,7 +20,7 @@ the computation that A alone holds up runs while B is on its way. That is
 min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. Where
 this makes no difference, the transfer that completes an op with the fewest
 transfers goes first (least M+). An op's time is the least of 5 runs (section 5),
-which is what `legato capture` gives; a transfer's time is that of its pull.
+which is what `legato capture` gives; a transfer takes as long as its pull.
 
 Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019).
 Units: transfers for TIC, whole picoseconds for TAC.
@@ -114,7 +114,7 @@ def tic_order(workload: Workload, *, inference: bool = False) -> list[int]:
 def least_counts(workload: Workload, *, inference: bool = False) -> list[int]:
     """M+ of each tensor when every transfer takes 1; `NEVER` where it is infinite ([Note: counts])."""
     counts = _counts(workload, inference)
-    least = [count if count > 1 else NEVER for count in counts]  # by op: of it and those behind it
+    least = [count if count > 1 else NEVER for count in counts]  # by op: of it and the ops after it
     for i in reversed(range(len(counts))):
         for dep in workload.ops[i].deps:
             if counts[dep] < 2:

@@ -1,4 +1,4 @@
-"""What all-reduces have to carry in one order of computation, and the plans of given messages."""
+"""The task of all-reduces in one order of computation, and the plans of given messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ARRANGE_S = 4e-7
 
 
 class AllReduces:
-    """What messages have to carry in this order of ops (empty: the captured one), and the plans of such messages."""
+    """The bytes to carry in this order of ops (empty: the captured one), and the plans of such messages."""
 
     def __init__(
         self,

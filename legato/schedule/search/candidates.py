@@ -1,4 +1,4 @@
-"""The plans among which the fastest is chosen: those of all other schedulers, and whatever the search finds."""
+"""The plans among which the fastest is chosen: every other scheduler's, and whatever the search finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from legato.simulator.collective import iteration_time
 
 __all__ = ["FIRST", "Fastest", "contenders", "published"]
 
-#: Of large models, messages cost little beside their bytes. Then the preemptive optimum is nearly the optimum.
+#: In large models, a message costs little compared with its bytes. Then the preemptive optimum is nearly the optimum.
 FIRST = ("pace",)
 #: These merge neighbours in ready order and do not overlap with the forward pass. merge-optimal is the best of these.
 _MERGING = ("fifo", "single", "ddp", "mg-wfbp", "horovod")

@@ -71,7 +71,7 @@ class Collectives:
 
     @cached_property
     def halved(self) -> Collectives | None:
-        """Those that can be sent in halves, if there are any."""
+        """Return the collectives that can be sent in halves, if there are any."""
         kept = [name for name in self.names if name in self.cluster.in_halves]
         return self if len(kept) == len(self.names) else Collectives(self.cluster, kept, self.most) if kept else None
 

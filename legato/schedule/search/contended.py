@@ -1,7 +1,7 @@
 """Plans where messages and computation share a machine: planned for twice, and judged by the simulator.
 
 Both take time from each other (`Cluster.contention`). How much depends on when each message is
-in flight, which only the simulator knows. So messages are planned with what they cost beside
+in flight, which only the simulator knows. So messages are planned with what they cost during
 computation, and with what they cost alone.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["contended_plan"]
 
 
 def contended_plan(problem: Problem, solve: Solve) -> Plan:
-    """The best of the plans for messages and computation that run beside each other, and for each of them alone."""
+    """Return the best of the plans for messages during computation and the plans for messages alone."""
     workload, cluster = problem.workload, problem.cluster
     each = replace(problem, work=problem.work / 2, limit_s=problem.limit_s / 2)
     slowed = replace(each, workload=_slowed(problem), cluster=cluster.while_computing())

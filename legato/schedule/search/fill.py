@@ -39,7 +39,7 @@ class Filled(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """What has to be sent, by tensor (or block of tensors); `whole_below` is as in `fill`."""
+    """The bytes to send, by tensor (or block of tensors); `whole_below` is as in `fill`."""
 
     release_s: list[float]
     tail_s: list[float]
@@ -89,7 +89,7 @@ def fill(
 ) -> Filled:
     """Fill messages of these sizes, which change only by the alignment of partitions.
 
-    `sizes` (the bytes of the messages, in order) add up to those of all tensors.
+    `sizes` (the bytes of the messages, in order) add up to the bytes of all tensors.
     `release_s`, `tail_s` and `nbytes` are by tensor; `cost` gives the seconds of a
     message from its bytes. The first `first_come` messages take what became ready
     first instead, which completes more tensors early, at the cost of some lateness. A

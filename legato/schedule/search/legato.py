@@ -6,7 +6,7 @@ Here all are decided together. For given sizes of messages, the best contents ar
 is ready, what is needed first (`fill.py`). So the search is for sizes.
 
 First come the messages that the bound of nested sets asks for, which are the best ones for
-chains of layers (`nested_messages.py`). From these, from messages of equal sizes and from those of
+chains of layers (`nested_messages.py`). From these, from messages of equal sizes and from the messages of
 the best published scheduler, messages are merged, divided and shifted at random and filled again, until
 the iteration is within `gap` of the proven lower bound or the budget is spent (`message_search.py`).
 A worker has to put a tensor together whose pieces are scattered over messages. Where this is known
@@ -16,12 +16,12 @@ are cheapest for its size. Of models with thousands of tensors, the search sends
 neighbours (`blocks.py`).
 
 Where messages and computation share a machine (`Cluster.contention`), all this is done
-twice, with the costs of messages beside computation and of messages alone, and the
+twice, with the costs of messages during computation and of messages alone, and the
 simulator, which knows the contention, judges (`contended.py`).
 
 Where the startup time of a message is a considerable part of the iteration, few messages are
 sent. Each of them is then tried in two halves, a reduce-scatter and an all-gather, which are
-arranged and improved like those of sharded plans (`in_halves/`).
+arranged and improved as for sharded plans (`in_halves/`).
 
 All this is for the captured order of computation. In the graphs of a compiled model the order
 is free, and it is also done for other orders (`op_orders.py`). Sharded plans have a search of their own

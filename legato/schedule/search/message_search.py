@@ -118,7 +118,7 @@ class _State(NamedTuple):
     """Messages, what they are made from, and the seconds of the iteration with its updates arranged."""
 
     seconds: float
-    number: int  # how many states were valued before, so that those of equal seconds have an order
+    number: int  # how many states were valued before, to break ties
     sizes: list[int]
     first_come: int  # how many messages take what is ready first
     early: frozenset[int]  # tensors that go before all others once they are ready
@@ -148,7 +148,7 @@ class _Search:
     def run(self, starts: Sequence[list[int]], rounds: int) -> Iterator[Plan]:
         """The plans of the best messages found in some changes for each round.
 
-        It begins with messages of equal sizes, and with those of `starts` whose sizes add up to all bytes.
+        It starts from messages of equal sizes, and from each of `starts` whose sizes add up to all bytes.
         """
         budget, work = self.budget, self.budget.work
         states = sorted(self._starts(starts))

@@ -1,4 +1,4 @@
-"""What a search is asked: the workload, the cluster, the limits of the search, and what its plan may be."""
+"""The task of a search: the workload, the cluster, the limits of the search, and what its plan may be."""
 
 from __future__ import annotations
 

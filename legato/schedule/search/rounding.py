@@ -88,7 +88,7 @@ def rounded(
 ) -> Plan:
     """One of these plans, with as few bytes in a wire format as possible.
 
-    Its iteration takes at most `TOLERANCE` longer than that of the fastest of these plans
+    Its iteration takes at most `TOLERANCE` longer than under the fastest of these plans
     with everything exact or everything rounded. Of plans with equally many rounded bytes
     it is the fastest, and the first of equally fast ones. `fit` gives a message the
     collective and depth for the bytes that travel; `regroup` gives more plans for the
@@ -243,7 +243,7 @@ def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
 
 
 def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Budget) -> frozenset[int]:
-    """The units that can be exact, of the most bytes that were found; those of `start` are."""
+    """Return the units that can be exact, with the most bytes found; the units of `start` are exact."""
     left = sorted(formats.every - start)
     by_size = sorted(left, key=formats.nbytes.__getitem__, reverse=True)
     meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)

@@ -93,7 +93,7 @@ def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]
 
 
 def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Message]:
-    """The messages of a workload in which tensors that will be rounded have half of their bytes, as those of the whole.
+    """Yield the messages of the whole workload, given messages in which rounded tensors have half of their bytes.
 
     A message of both kinds becomes two. Which format it is does not matter here.
     """

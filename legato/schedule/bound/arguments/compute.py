@@ -1,4 +1,4 @@
-"""What computation takes, and where messages take time of the processor that computes, what they take: "compute"."""
+"""The bound "compute": computation, and the work of messages where one processor does both."""
 
 from __future__ import annotations
 

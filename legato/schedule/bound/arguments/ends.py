@@ -54,7 +54,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """What promising sets prove from one end; the best of these, and all tensors, at the best of some moments."""
+        """Try promising sets from one end; then the best one, and all tensors, at the best of some moments."""
         certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
         found = [certificate.proves(problem) for certificate in certificates]
         yield from map(Proved, found, certificates)
@@ -108,7 +108,7 @@ class _Both(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What the network can carry from one end of the period: release times, f, and work of the first j tensors.
+    """How much the network can carry from one end of the period: release times, f, and work of the first j tensors.
 
     A message pays `first`.
     """
@@ -151,7 +151,7 @@ class HalvesCapacity:
     """The same where a message is a half of an all-reduce, or both halves."""
 
     def __init__(self, release: Sequence[float], work: Sequence[float], half: float) -> None:
-        """`release` must not decrease; `half` and `work` are those of a half."""
+        """Take the `half` and `work` of a half; `release` must not decrease."""
         self.begin, self.startup = release[0], 2 * half
         self.any = Capacity.of(release, [2 * part for part in work], half)
         self.one_kind = Capacity.of(release, work, half)

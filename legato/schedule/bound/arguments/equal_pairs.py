@@ -1,4 +1,4 @@
-"""The bound "equal pairs": what is scattered beside the backward pass is gathered after it, in as many messages.
+"""The bound "equal pairs": the backward pass scatters what is gathered after it, in the same messages.
 
 docs/bounds.md has the proof ("Equal pairs"), for plans whose optimizer is sharded.
 """

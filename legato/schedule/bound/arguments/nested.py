@@ -40,7 +40,7 @@ def halved(values: Numbers) -> Numbers:
 
 
 class Relaxation(Protocol):
-    """What every schedule fulfils, and perhaps other things, too."""
+    """Conditions that every schedule fulfils, and perhaps other things, too."""
 
     def fits(self, seconds: float) -> bool:
         """Whether an iteration may take this long; if it may, it may take longer as well."""
@@ -65,7 +65,7 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 
 
 class NestedSets(NamedTuple):
-    """What the sets of a chain have to wait for, the innermost first.
+    """The waits of the sets of a chain, the innermost first.
 
     `message_s` is what each message pays first, and `once_s` what is paid once. `updates_s`
     has what takes the place of beta * B(t) + q(j) where updates count, without f(j), by i
@@ -246,7 +246,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
     @classmethod
     @abstractmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """What has to fit."""
+        """Return the conditions that have to hold for these sets."""
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
@@ -281,7 +281,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """The messages of a set are those of the set inside it, and one for each end of its stretch of time that is new."""
+    """A set has the messages of the set inside it, and one for each new end of its stretch of time."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)

@@ -1,4 +1,4 @@
-"""What holds where workers update their shards only: "sharded". docs/bounds.md has the proofs ("Update", "Step")."""
+"""The bound "sharded", where workers update their shards only. docs/bounds.md has the proofs ("Update", "Step")."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sharded(Argument, frozen=True, tag="sharded"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """What each optimizer op proves if it may be more than `beat`, and sets of the tensors with longest tails."""
+        """Try each optimizer op that may prove more than `beat`, and sets of the tensors with the longest tails."""
         if not problem.sharded:
             return
         for op in problem.every.phase_ops("optimizer"):

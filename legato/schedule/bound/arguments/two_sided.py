@@ -1,6 +1,6 @@
 """The bound "two-sided": halves of all-reduces in pairs, before and after the last gradients are scattered.
 
-What is scattered is gathered, in as many bytes and messages, so what goes beside each pass depends on the other one.
+Everything that is scattered is gathered, in the same bytes and messages, so each pass depends on the other one.
 docs/bounds.md has the proof ("Two-sided").
 """
 

@@ -23,7 +23,7 @@ _HALVES = 64
 
 
 class State(NamedTuple):
-    """What matters of a beginning of the line."""
+    """The part of a beginning of the line that matters for the rest."""
 
     pair_class: int  # of the last pairs
     kinds: int  # where their halves are
@@ -110,7 +110,7 @@ def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
 
 @numba.njit(cache=True)
 def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
-    """Drop those of the states from `last` on that others with fewer halves make needless; returns their end."""
+    """Drop the states from `last` on that others with fewer halves make needless; return their end."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
     for s in range(last, made):
         pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]

@@ -1,6 +1,6 @@
 """The search for groups of gradients that are sent in two halves (`groups.py`).
 
-Four ways to rank the halves are tried on groups of equal sizes and on those of other plans:
+Four ways to rank the halves are tried on groups of equal sizes and on other plans' groups:
 all that is scattered before all that is gathered (DeAR) or the other way round, and what
 the forward pass reads first before the rest, whole groups or among those to be gathered
 (priorities). The best are improved at random: neighbouring groups are merged and divided,
@@ -30,7 +30,7 @@ from legato.simulator.period import Period
 
 __all__ = ["plan_in_groups", "plans_in_groups"]
 
-#: How many changes to try for every round. They cost less than those of all-reduces.
+#: How many changes to try for every round. They cost less than changes of all-reduces.
 _CHANGES = 32
 #: How many groups of equal sizes to try.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)

@@ -1,7 +1,7 @@
 """Plans whose messages are all sent in two halves, each when it is worth most.
 
 Where the startup time of a message is a considerable part of the iteration, few messages are sent,
-and everything waits for the last one. So each is tried in two halves, a reduce-scatter beside the backward
+and everything waits for the last one. So each is tried in two halves, a reduce-scatter during the backward
 pass and an all-gather when it is needed.
 """
 

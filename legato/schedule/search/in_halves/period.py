@@ -35,7 +35,7 @@ _EVENT_S = 1e-6
 
 
 class GroupedPeriod:
-    """A period whose halves and updates can be arranged; `order` has all ops, updates behind the others in any case.
+    """A period whose halves and updates can be arranged; `order` has all ops, updates always last.
 
     `half_s(nbytes)` is the cost of a half. With `sharded_among`, as many workers each update their own part.
     """
@@ -292,7 +292,7 @@ class _Arrangement:
         heapq.heappush(self.updates_coming, (self.since[op], self.period.urgency[op], op))
 
     def _may_be_gathered(self, t: int, now: float) -> None:
-        """Of a tensor, each group may gather its part."""
+        """Note that each group may gather its part of a tensor from now on."""
         for k in self.groups_with[t]:
             self.gather_waits[k] -= 1
             half = k + self.count

@@ -1,4 +1,4 @@
-"""The best sharded plan: those of all schedulers, sharded, the one that the bound asks for, and what a search makes of
+"""The best sharded plan: every scheduler's, sharded, the one that the bound asks for, and what a search makes of
 their groups.
 """
 
@@ -74,7 +74,7 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
 
 
 def _known(problem: Problem) -> Iterator[Plan]:
-    """Plans to shard that need no search; of large models, without those of other schedulers."""
+    """Return plans to shard that need no search; for large models, without other schedulers' plans."""
     lines, workload = problem.collectives.lines, problem.workload
     times = times_in_order(workload, workload.iteration_order())
     for name in dict.fromkeys((lines.choices[0][0], lines.choose(workload.nbytes)[0])):
