@@ -170,7 +170,7 @@ def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[Non
 
 
 class _Active(NamedTuple):
-    """What dynamo finds in place of the DDP whose forward pass runs."""
+    """A stand-in that dynamo finds in place of the DDP whose forward pass runs."""
 
     compile_graph: Callable[[Any, Any, Any], Any]
     bucket_bytes_cap: int = 2**62
@@ -383,7 +383,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether the user's hooks run around the module's `forward`, its own or those of all modules."""
+    """Return whether the user's hooks run around the module's `forward`: its own, or hooks of all modules."""
     of_all = nn.modules.module
     return bool(
         module._forward_hooks or module._forward_pre_hooks or of_all._global_forward_hooks
@@ -492,7 +492,7 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operator below autograd, and those of compiled code; dynamo compiles under it as without it.
+    """Sees every operator below autograd, also in compiled code; dynamo compiles under it as without it.
 
     The documentation of dispatch modes ("Extending PyTorch") gives this private path.
     """
@@ -510,7 +510,7 @@ def without_dispatch_modes() -> Any:
 
 
 def scripted_as(function: Any, like: Any) -> None:
-    """Let `torch.jit.script` compile calls of a function as those of another one; it must live for ever."""
+    """Let `torch.jit.script` compile calls of a function as calls of another one, which must live for ever."""
     table: Any = torch.jit._builtins
     operator = table._find_builtin(like)
     if operator is not None:
@@ -622,7 +622,7 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The address of a storage's C++ object: unlike that of its memory, no other live storage has it."""
+    """Return the address of a storage's C++ object. Live storages may share memory, but never this address."""
     return int(storage._cdata)
 
 
@@ -659,7 +659,7 @@ def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch
 
 
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
-    """A module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not those of its children."""
+    """A module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), without its children's."""
     return [getattr(module, f"_{kind}") for kind in kinds]
 
 
@@ -677,7 +677,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run around the optimizer's `step()`, its own or those of all optimizers."""
+    """Return whether hooks run around the optimizer's `step()`: its own, or hooks of all optimizers."""
     tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # not all classes call Optimizer.__init__
     own = any(getattr(optimizer, table, None) for table in tables)
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -720,10 +720,10 @@ def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]
 
 
 class SubstituteScaler(torch.amp.GradScaler):
-    """A `GradScaler` that may unscale other parameters than those of the optimizer."""
+    """A `GradScaler` that may unscale other parameters than the optimizer's."""
 
     def substitutes(self, optimizer: Optimizer) -> Any:
-        """What has the `param_groups` whose gradients are unscaled."""
+        """Return the object whose `param_groups` have the gradients to unscale."""
         return optimizer
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
@@ -751,7 +751,7 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
-    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by that of its `new` class.
+    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by its `new` class's.
 
     A scheduler stores a bound method in the optimizer, to count its calls.
     Without one, nothing is changed.

@@ -68,7 +68,7 @@ def restorers_of_random_states() -> list[Callable[[], object]]:
 
 
 class HostClock:
-    """Times ops that have run when their call returns: those of the CPU."""
+    """Times ops that have run when their call returns, as on the CPU."""
 
     def now(self) -> Any:
         """Return a mark: the current time."""

@@ -121,7 +121,7 @@ class ModuleFingerprint:
         self._compiled = any(map(is_compiled, self._modules))
 
     def difference(self) -> str:
-        """What has changed since: a parameter that was cast or moved, or one that was added or replaced; or nothing."""
+        """Describe what has changed since (a parameter cast, moved, added or replaced), or return nothing."""
         with without_overrides():
             for name, p, dtype, device in self._kinds:
                 moved = p.data_ptr() != self._memory[name]

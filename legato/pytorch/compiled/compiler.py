@@ -102,7 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph, in pieces if updates may wait for messages: each is waited for before it is first read."""
+    """Run a forward graph, in pieces if updates may wait for messages: each has arrived before it is first read."""
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)
@@ -179,7 +179,7 @@ def _run_backward(
 
 
 def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.Parameter | None]) -> tuple[int, ...]:
-    """Where to cut a backward graph: behind the last gradient of each message, or of those before it."""
+    """Return where to cut a backward graph: after the last gradient of each message and all earlier ones."""
     nodes = graph.in_order(sender.node_order)
     place = {node: i for i, node in enumerate(nodes)}
     complete: dict[int, int] = {}

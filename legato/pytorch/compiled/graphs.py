@@ -32,7 +32,7 @@ class Piece:
 
 
 def outputs(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns: nodes, and None where there is nothing."""
+    """Return a graph's outputs: nodes, and None where there is nothing."""
     (values,) = graph.output_node().args
     assert isinstance(values, Sequence)
     return tuple(values)
@@ -43,8 +43,8 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
     Those that `order` names come in this order, if the graph allows it. Another
     node comes right before the first one that needs it, or, if no named one does,
-    right behind its inputs. Without an order, the graph's own is kept. The parts of a
-    result come right behind it in any case.
+    right after its inputs. Without an order, the graph's own is kept. The parts of a
+    result always come right after it.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -74,7 +74,7 @@ def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _with_parts(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes, with the parts that `getitem` takes from a result right behind it."""
+    """Return the nodes, with the parts that `getitem` takes from a result right after it."""
     ordered: dict[fx.Node, None] = {}
     for node in nodes:
         stack = [node]
@@ -90,7 +90,7 @@ def cut(
     starts: Iterable[int],
     compile_piece: Callable[[fx.GraphModule, tuple[fx.Node, ...], tuple[fx.Node, ...]], Boxed],
 ) -> list[Piece]:
-    """Cut the nodes, which `sort` has put in order, before the indices `starts`, or behind the parts of a result there.
+    """Cut the nodes, which `sort` has put in order, before the indices `starts`, or after the parts of a result there.
 
     So only tensors, and no tuples of them, go from one piece to another.
     `compile_piece(piece, inputs, results)` compiles a piece of which these nodes of the graph are inputs and results.
@@ -150,7 +150,7 @@ def run(
     before: Callable[[int], None],
     after: Callable[[Piece, dict[fx.Node, Any]], None],
 ) -> None:
-    """Run the pieces on `values`, those of the placeholders; call `before(i)` and `after(piece, values)` for each."""
+    """Run the pieces on the placeholders' `values`; call `before(i)` and `after(piece, values)` for each."""
     for i, piece in enumerate(pieces):
         before(i)
         results = piece.run([values.pop(n) if n in piece.last else values[n] for n in piece.inputs])

@@ -72,7 +72,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
 
 
 def agree(facts: dict[str, str], group: Any) -> None:
-    """Raise `RankError` on every rank if the facts of any rank differ from those of rank 0."""
+    """Raise `RankError` on every rank if the facts of any rank differ from rank 0's."""
     mine = json.dumps(facts).encode()
     if len(set(_gathered(hashlib.sha256(mine).digest(), group))) == 1:
         return
@@ -101,7 +101,7 @@ def first_said(problem: str, group: Any) -> str:
 
 
 def _gathered(mine: bytes, group: Any) -> list[bytes]:
-    """What all ranks give, which is equally long, in the order of the ranks."""
+    """Return what all ranks give, which is equally long, in the order of the ranks."""
     tensor = _to_tensor(mine, group)
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     _wait_for_all(dist.all_gather(gathered, tensor, group=group, async_op=True), group)
@@ -187,7 +187,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None])
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
-    """Overwrite tensors with those of rank `source` of the group: one collective for each dtype, device and 250 MiB.
+    """Overwrite tensors with rank `source`'s: one collective for each dtype, device and 250 MiB.
 
     `wait` waits for a collective.
     """

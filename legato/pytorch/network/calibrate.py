@@ -76,7 +76,7 @@ class Sample(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True):
     """A cluster for the planner, and the measurements to which it was fitted.
 
-    `compute_s` is the time of the computation beside which messages were measured, alone: the median, each time on the
+    `compute_s` is the time of the computation alone during which messages were measured: the median, each time on the
     slowest rank; 0 without.
     """
 
@@ -122,11 +122,11 @@ def calibrate(
         sizes: bytes of the messages, at least two different sizes of at least 4 bytes.
         collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
         depths: numbers of chunks in which these are measured, besides one chunk.
-        compute: computation like that of training, for some milliseconds or more, on every rank: with it, measure
+        compute: computation as in training, for some milliseconds or more, on every rank: with it, measure
             how much messages and computation slow each other down (`legato.pytorch.network.contention`). On other
             devices than the CPU, the contention that is measured, with or without it, is packing alone; on a CPU,
             there is none without it.
-        progress: called as `progress(done, total)` after each size, and after each measurement beside computation.
+        progress: called as `progress(done, total)` after each size, and after each measurement during computation.
 
     Raises:
         InputError: no process group is initialized, or `sizes` or `depths` are not as described.

@@ -204,7 +204,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
         future, do = job
         try:
             do()
-        except BaseException as error:  # raised again where the message is waited for
+        except BaseException as error:  # raised again where someone waits for the message
             future.set_exception(error)
         else:
             future.set_result(None)

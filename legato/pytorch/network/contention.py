@@ -24,7 +24,7 @@ from legato.pytorch.network.channel import Channel
 
 __all__ = ["Beside", "Contended", "fit_contention", "measure_contention"]
 
-#: Sizes of the messages beside computation, in bytes.
+#: Sizes of the messages during computation, in bytes.
 SIZES = (2**16, 2**20, 2**22, 2**24)
 #: A size is left out if one message of it takes longer than this.
 _LONG_S = 0.4
@@ -34,7 +34,7 @@ _LEAST_S = 0.01
 _ARRIVALS = 4
 #: Repetitions of each size, in turns.
 _REPEATS = 4
-#: Most messages that are in flight or wait, and most repetitions of the computation beside them.
+#: Most messages that are in flight or wait, and most repetitions of the computation meanwhile.
 _MOST, _MOST_TIMES = 2048, 1000
 #: Messages cost computation their processor time, and a little more for memory and caches that they share.
 _MOST_LOST = 1.5
@@ -65,7 +65,7 @@ class Contended(msgspec.Struct, frozen=True):
 
 
 class Beside:
-    """Messages of one size in flight beside computation, from `begin()` to `end()`."""
+    """Messages of one size in flight during computation, from `begin()` to `end()`."""
 
     def __init__(self, channel: Channel, nbytes: int, count: int) -> None:
         self._channel, self._count = channel, count
@@ -81,7 +81,7 @@ class Beside:
             work.get_future().add_done_callback(lambda _: self._arrived.append(time.perf_counter()))
 
     def end(self) -> tuple[float, float]:
-        """Wait for all messages; return the seconds since `begin()`, and those of each message until then."""
+        """Wait for all messages; return the seconds since `begin()`, in all and per message."""
         ended = time.perf_counter()
         for work in self._works:
             work.wait()
@@ -99,9 +99,9 @@ def measure_contention(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Contention, float]:
-    """Measure beside `compute()`, which computes for some milliseconds or more, on all ranks together.
+    """Measure during `compute()`, which computes for some milliseconds or more, on all ranks together.
 
-    `cluster` has the costs of messages alone; `pack_s_per_byte` is that of packing. Returns the contention, which is
+    `cluster` has the costs of messages alone; `pack_s_per_byte` is for packing. Returns the contention, which is
     the same on all ranks, and the seconds of `compute()` alone: the median, each time on the slowest rank, for which
     the others wait in training.
     """
@@ -138,8 +138,8 @@ def measure_contention(
 def fit_contention(samples: Sequence[Contended], cost: LinearCost, pack_s_per_byte: float = 0.0) -> Contention:
     """Fit the delay and the overhead of messages to measurements of at least one size.
 
-    Of each size the medians count. The delay is what the fitted time beside
-    computation is above `cost`, that of messages alone.
+    Of each size the medians count. The delay is what the fitted time during
+    computation is above `cost`, the cost of messages alone.
     """
     beside, processor = [], []
     for size in sorted({sample.nbytes for sample in samples}):

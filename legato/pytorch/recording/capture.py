@@ -261,7 +261,7 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
 
 
 def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """The dependencies, also those of whole graphs: each waits for all before it, and all after it waits for it."""
+    """Return the dependencies. A whole graph waits for all before it, and all after it waits for the graph."""
     deps = [set(op.deps) for op in ops]
     stretches = [list(same) for _, same in groupby(range(len(ops)), key=lambda i: (ops[i].phase, ops[i].graph))]
     for before, after in pairwise(stretches):

@@ -20,8 +20,8 @@ __all__ = ["ModuleObserver"]
 class ModuleObserver:
     """Watches one step through hooks and a dispatch mode, and then describes the modules (`modules`).
 
-    Operators of the backward pass show which parameters it reads. Those of modules that activation checkpointing calls
-    again count as read, and those of which the forward pass makes copies in another precision: the backward pass reads
+    Operators of the backward pass show which parameters it reads. Those in modules that activation checkpointing calls
+    again count as read, and those that the forward pass copies in another precision: the backward pass reads
     the copies, and without autocast it would read the parameters.
     """
 

@@ -43,7 +43,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """What was measured of one step: seconds from its beginning, and from that of its backward pass."""
+    """The measurement of one step: seconds from its beginning, and from the beginning of its backward pass."""
 
     reads: dict[str, float]
     forward: float

@@ -37,7 +37,7 @@ _RANDOM_STATE = "random"
 class RecordedStep:
     """One recorded training step.
 
-    `ops` are those of the forward and the backward pass in execution order,
+    `ops` are the ops of the forward and the backward pass in execution order,
     with measured seconds. `tensors` are in the order in which their gradients
     were complete; those without a gradient come last, and `unused` has their
     names. The readers of a tensor are forward ops. `updates` are (parameter,

@@ -88,7 +88,7 @@ class Snapshot:
     def _save_module(self, module: nn.Module) -> None:
         self._save_dict(vars(module))
         for entries in module_tables(module, "parameters", "buffers"):
-            if isinstance(entries, dict):  # not those of a ScriptModule
+            if isinstance(entries, dict):  # not in a ScriptModule
                 self._save_dict(entries)
 
     def _save_parameter(self, parameter: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ __all__ = ["parameter_servers"]
 
 
 class _Setup(NamedTuple):
-    """What every rank needs to run its part."""
+    """Everything that a rank needs to run its part."""
 
     transport: Transport
     plan: Plan

@@ -2,7 +2,7 @@
 
 [Note: threads] One thread per worker and agent receives its messages and reports
 them. The main thread handles one report after another, and does everything else:
-sums, updates and transfers. A gradient is summed when those of all workers have
+sums, updates and transfers. A gradient is summed when all workers' have
 arrived, in the order of the workers, so the result is reproducible. The update
 waits for `step()` on every worker, and uses its settings.
 
@@ -93,7 +93,7 @@ class Server:
 
     @property
     def status(self) -> str:
-        """What the server is doing, for the error messages of other ranks."""
+        """Say what the server is doing, for the error messages of other ranks."""
         lacking = next((shard for shard in self.shards if self._arrived[shard.index] < len(self.workers)), None)
         which = (
             f"lacks gradients of {lacking.label}" if lacking and any(self._arrived.values()) else "waits for workers"

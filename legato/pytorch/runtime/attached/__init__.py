@@ -1,1 +1,1 @@
-"""What is attached to the user's DDP and optimizer, and decides which plan runs, or DDP."""
+"""legato attached to the user's DDP and optimizer: it decides which plan runs, or DDP."""

@@ -67,7 +67,7 @@ FIRST_PASSES = 2
 class Attachment:
     """legato on one `DistributedDataParallel`, on all of its ranks together.
 
-    `legato.attachment(model)` returns that of a model. Parameters, gradients and the
+    `legato.attachment(model)` returns a model's. Parameters, gradients and the
     optimizer's state are up to date whenever they are read.
     """
 
@@ -198,7 +198,7 @@ class Attachment:
             self._carry_out(self._wanted)
 
     def observe(self, steps: int, decide: Callable[[], None]) -> None:
-        """Let passes be DDP's, watch so many steps, and then call `decide()` on all ranks, after a backward pass.
+        """Let passes be DDP's, watch this many steps, and then call `decide()` on all ranks, after a backward pass.
 
         `observer` has what was seen. If `decide` raises an error, passes stay DDP's, unless a rank has failed.
         """
@@ -229,7 +229,7 @@ class Attachment:
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
 
-        DDP's own plan is carried out by DDP. Of plans that are equally fast, the first wins. `observed` is True
+        DDP's own plan is carried out by DDP. Of plans that are equally fast, the first stays. `observed` is True
         meanwhile, and `tournament` then says what was measured. Nothing happens if passes are DDP's for good
         (`reason`). Raises what `adopt` raises.
         """
@@ -364,7 +364,7 @@ class Attachment:
         return self._fingerprint.difference()
 
     def _former_attachments(self) -> list[Attachment]:
-        """What is attached to the parameters already.
+        """Return what is already attached to the parameters.
 
         Whether the program still has it must not depend on when each rank last collected garbage, where that matters.
         """
@@ -734,7 +734,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
-    """What sends the parameter's gradients, as compiled graphs see it; None in passes of DDP's."""
+    """Return the sender of the parameter's gradients, as compiled graphs see it; None in DDP's passes."""
     reducer: Reducer | None = getattr(_attachments.get(parameter, lambda: None)(), "reducer", None)
     return None if reducer is None else GraphSender(reducer)
 

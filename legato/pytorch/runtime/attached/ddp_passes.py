@@ -21,7 +21,7 @@ class DdpPasses:
 
     The gradients of `parameters` are watched; a few are enough to see where a backward pass ends. `accumulates()` says
     of the one that runs whether it adds to any gradient, as `torch.autograd.grad` does not: DDP sends only then.
-    `ended()` is called after each backward pass that sends, when DDP has finished it, and `unseen()` after those of
+    `ended()` is called after each backward pass that sends, when DDP has finished it, and `unseen()` after passes of
     which no forward pass was seen.
     """
 

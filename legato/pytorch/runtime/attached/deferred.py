@@ -88,7 +88,7 @@ def restore_steps(optimizer: Any, attachment: Attached) -> None:
 
 
 def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
-    """What becomes the `step` of an optimizer; `before` is what its object had in place of its class's, or None."""
+    """The new `step` of an optimizer; `before` is what its object had in place of its class's, or None."""
 
     @wraps(base.step)
     @not_compiled(recursive=False)
@@ -177,7 +177,7 @@ class _Step:
 
 
 def _own_load(before: Any) -> Callable[..., None]:
-    """What becomes the `load_state_dict` of an optimizer: what it loads may be the state of a step that still waits."""
+    """The new `load_state_dict` of an optimizer, which may load the state of a step that still waits."""
 
     @wraps(Optimizer.load_state_dict)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
 docs/runtime.md says when, and what counts. A message waits for the last rank that launches it, so it
-is on the wire longest on a rank that is early: the pace of the network itself is that of the rank
+is on the wire longest on a rank that is early: the pace of the network itself is the pace of the rank
 that measured the least. A change that two windows in a row show becomes the reference, so that it is
 reported once.
 """

@@ -36,7 +36,7 @@ __all__ = ["ForwardPasses", "Hook"]
 class ForwardPasses:
     """Lets forward passes of a DDP be legato's.
 
-    `fingerprint` is that of its module, and `sender_of(parameter)` says who sends a parameter's gradients. Parameters
+    `fingerprint` is its module's, and `sender_of(parameter)` says who sends a parameter's gradients. Parameters
     whose names are or match one of `current` never wait. With `strict`, all readers are watched.
     """
 
@@ -55,7 +55,7 @@ class ForwardPasses:
         self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
         self._scope = ExitStack()
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are known to contain the model
-        self._reducer: Reducer | None = None  # that of the pass that runs
+        self._reducer: Reducer | None = None  # of the pass that runs
         #: Whether the last pass was compiled, or parts of it.
         self.in_graphs = False
         self._compiler = GraphCompiler(
@@ -142,7 +142,7 @@ class ForwardPasses:
         return not hooked and hasattr(inner.forward, "__code__") and not is_left_to_eager_mode(inner.forward)
 
     def _is_own(self, module: nn.Module) -> bool:
-        """Whether a module's forward pass is that of the model: it is the model, or contains it."""
+        """Return whether a module's forward pass is the model's: it is the model, or contains it."""
         if module is self._ddp or module in self._wrappers:
             return True
         if any(inner is self._ddp for inner in module.modules()):

@@ -1,4 +1,4 @@
-"""What the pieces of compiled graphs hand to a reducer, and what they wait for (`legato.pytorch.compiled`)."""
+"""Between the pieces of compiled graphs and a reducer: what they send, and wait on (`legato.pytorch.compiled`)."""
 
 from __future__ import annotations
 

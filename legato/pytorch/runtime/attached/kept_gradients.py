@@ -67,7 +67,7 @@ class KeptGradients:
             self._known[name] = [TensorWeakRef(tensor) for tensor in (*kept, grad)]
 
     def _kept(self, name: str) -> list[Tensor]:
-        """Those that still exist and look like the parameter, the latest last."""
+        """Return the gradients that still exist and look like the parameter, the latest last."""
         like = self._parameters[name]
         found = [tensor for reference in self._known[name] if (tensor := reference()) is not None]
         return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
@@ -95,7 +95,7 @@ _of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
 
 
 def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
-    """Those of a model, whatever was attached to it before, whose `parameters` are trained now."""
+    """Return the kept gradients of a model whose `parameters` are trained now, whatever was attached to it before."""
     found = _of_models.setdefault(ddp, KeptGradients())
     found.train(parameters)
     return found

@@ -30,7 +30,7 @@ SAME = 0.005
 
 
 class Measured(NamedTuple):
-    """What was measured of a plan: the median of its turns, and how far they scatter around it, both in seconds per
+    """The measurement of a plan: the median of its turns, and how far they scatter around it, both in seconds per
     step (the median of their distances from it), and the number of timed steps.
     """
 
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 class Tournament:
-    """Lets plans take turns. They come in the order in which they win among equals: the simplest first.
+    """Lets plans take turns. Their order decides between equals: the simplest comes first.
 
     `plan` is the plan of the next step; at the end, it is the winner.
     `gather(numbers)` exchanges numbers among the ranks, and returns all of them
@@ -75,7 +75,7 @@ class Tournament:
 
     @property
     def measured(self) -> dict[str, Measured]:
-        """What was measured, by the names of the plans' schedulers."""
+        """Return the measurements, by the names of the plans' schedulers."""
         return {
             plan.scheduler: Measured(
                 statistics.median(rounds), self._steps * len(rounds), _scatter(rounds, statistics.median(rounds))
@@ -126,7 +126,7 @@ class Tournament:
 
 
 def most_steps(plans: int, step_s: float) -> int:
-    """How many steps a tournament of so many plans may take, if a step takes `step_s` seconds."""
+    """Return the most steps that a tournament of this number of plans may take, if a step takes `step_s` seconds."""
     turns = 1 + MOST_ROUNDS * plans
     return turns * (_steps_of_turn(step_s) + UNTIMED) + plans * (FIRST_UNTIMED - UNTIMED)
 

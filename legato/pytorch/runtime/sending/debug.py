@@ -1,7 +1,7 @@
 """Debug mode: checks of the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
 
 `order` checks what the proof in docs/runtime.md assumes: each rank compares the message that it is
-about to launch with those of the other ranks, through the job's store, so one that differs is
+about to launch with the other ranks', through the process group's store, so one that differs is
 reported instead of sent. For this, all ranks must run the same number of forward passes in training.
 `finite` reports a gradient that is not finite in the same way. With `reads`, the rank itself reports
 an operator that reads a parameter before its update, and that no gate has seen (`waiting.readers`).

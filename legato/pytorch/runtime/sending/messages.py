@@ -26,7 +26,7 @@ __all__ = ["Connection", "Messages"]
 
 
 class Connection:
-    """What the ranks of a model send legato's messages through, and watch each other with.
+    """The groups through which the ranks of a model send legato's messages and watch each other.
 
     `model_group` is the model's process group, whose ranks the `watchdog` watches.
     """

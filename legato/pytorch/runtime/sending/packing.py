@@ -62,7 +62,7 @@ def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) 
         views, grads = map(list, zip(*small, strict=True))
         copy_all(views, grads)
         if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
-            # Whole tensors, and flags behind them.
+            # Whole tensors, then flags.
             data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
             bucket.buffer[:data].mul_(1.0 / ranks)
         else:

@@ -159,7 +159,7 @@ class OptimizerState:
         torch.distributed.checkpoint.save(state, checkpoint_id="...")
 
     Of a sharded optimizer, each rank saves and loads its own shards only. The checkpoint is
-    that of torch's `get_optimizer_state_dict`: it can be loaded on another number of ranks, under
+    as torch's `get_optimizer_state_dict` returns it: it can be loaded on another number of ranks, under
     another plan, sharded or not, and by torch without legato. `model` is what
     `legato.distribute` has returned, or any other model, whose optimizers are not sharded.
     """
@@ -168,7 +168,7 @@ class OptimizerState:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """What `torch.distributed.checkpoint` saves, or loads into: entries by the names of parameters, and groups.
+        """Return what `torch.distributed.checkpoint` saves, or loads into: entries by parameter names, and groups.
 
         Nothing is sent. Raises `InputError` if the optimizer has parameters that are not the model's, or a state
         that cannot be sharded.
@@ -227,7 +227,7 @@ class OptimizerState:
         return {p: names[p] for p in mine}
 
     def _settings(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What was loaded of the groups, without their parameters."""
+        """Return the loaded groups, without their parameters."""
         names = self._names()
         for i, (group, other) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
             mine = [names[p] for p in group["params"]]
@@ -240,7 +240,7 @@ class OptimizerState:
     def _state(
         self, saved: dict[str, Any], first: dict[nn.Parameter, Any], shards: Shards
     ) -> dict[Any, dict[str, Any]]:
-        """What was loaded of the entries: of each shard, and of each parameter that is not sharded."""
+        """Return the loaded entries: of each shard, and of each parameter that is not sharded."""
         names = self._names()
         state: dict[Any, Any] = defaultdict(dict)
         for p, held in _held(self._optimizer, shards).items():
@@ -276,7 +276,7 @@ def _first_entries(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The entries that the optimizer's first step makes of each parameter, from a step on stand-ins of two elements.
 
-    `settings` replace those of its groups.
+    `settings` replace its groups' settings.
     """
     blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
@@ -306,7 +306,7 @@ def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.P
 def _entries(
     held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any], begun: dict[str, Any]
 ) -> dict[str, Any]:
-    """The entries of a parameter: those of its shards, or, if they have none yet, such as their first step makes."""
+    """Return the entries of a parameter: its shards', or, if they have none yet, such as their first step makes."""
     mine = state.get(held[0].flat)
     if not mine:
         known = begun if begun.keys() == first.keys() else {}
@@ -339,7 +339,7 @@ def _elements(
 def _without_values(value: Any, held: list[Shard], begins: Any) -> LocalShards:
     """An entry of a parameter, as this one is of a stand-in, into which something can be loaded.
 
-    `begins` is that of a stand-in before its first step, if it is known.
+    `begins` is a stand-in's before its first step, if it is known.
     """
     begins = begins.flatten()[0] if isinstance(begins, Tensor) else None
     if isinstance(value, Tensor) and value.dim():
@@ -360,7 +360,7 @@ def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
-    """What shard i has of an entry; `like` is that of a stand-in. A number is another object for each shard."""
+    """Return shard i's part of an entry; `like` is a stand-in's. A number is a new object for each shard."""
     if isinstance(value, LocalShards):
         assert value.flats is not None
         is_number = isinstance(like, Tensor) and not like.dim()

@@ -13,7 +13,7 @@ plan's order, and a parameter waits for its own when it is read.
 out in the backward pass. The rest, in the plan's order, goes out when the step of an
 optimizer is called, and optimizers have buckets of their own. Clipping sends all
 reduce_scatters first. If a step is not called, the all_gathers go out before the next
-backward pass, with the old values. So the order on all ranks is that of their calls.
+backward pass, with the old values. So the order on all ranks is the order of their calls.
 
 [Note: gradients] After the step, `.grad` is a NaN without memory of its own, so that neither
 a reader nor another backward pass takes it for a gradient.
@@ -84,7 +84,7 @@ class Shard:
 
     piece: BucketSlice
     at: int  # its place in the chunk
-    flag: int  # that of the element that counts the ranks with a gradient
+    flag: int  # of the element that counts the ranks with a gradient
     flat: nn.Parameter
 
     def place(self) -> None:
@@ -412,7 +412,7 @@ class Shards(Delivery):
         return mine
 
     def _update_shards(self, todo: deque[Bucket], update: Update) -> None:
-        """Wait for the first of these reduce_scatters, and update its shards and those of others that have arrived."""
+        """Wait for the first of these reduce_scatters, and update the shards of all that have arrived."""
         self.messages.wait(todo[0])
         here = []
         while todo and todo[0].has_arrived and todo[0] not in self._late:

@@ -1,4 +1,4 @@
-"""The states of sharded optimizers: gathered as those of whole parameters, and divided again."""
+"""The states of sharded optimizers: gathered as states of whole parameters, and divided again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["is_elementwise", "take_state", "uneven", "whole_state"]
 
 State = dict[Any, dict[str, Any]]
 
-#: What a rank tells about an entry of a state: a value for each element, a tensor that is one number, beside the
+#: How a rank describes an entry of a state: a value for each element, a tensor that is one number, next to the
 #: parameter or on the CPU, or a plain value.
 _ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the CPU", "value"
 #: Entries that are one number even if the parameter is one, too.
@@ -107,7 +107,7 @@ def is_elementwise(shard: Shard, value: Any) -> bool:
 
 
 def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
-    """What other ranks need to know of an entry of the state of a shard."""
+    """Return what other ranks need to know about an entry of a shard's state."""
     if is_elementwise(shard, value):
         return _ELEMENTS, str(value.dtype).removeprefix("torch."), None
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -126,7 +126,7 @@ def uneven(shard: Shard, key: str) -> InputError:
 def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
     kind, dtype, value = fact
     if kind == _ELEMENTS:
-        with without_overrides():  # strides are the parameter's, as those of torch's own states are
+        with without_overrides():  # strides are the parameter's, as in torch's own states
             return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
     if kind == _VALUE:
         return value

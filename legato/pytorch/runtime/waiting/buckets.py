@@ -249,7 +249,7 @@ class Bucket:
     scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
     gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
     slots: int = 0  # number of parameters in it
-    last_of: list[Slot] = field(default_factory=list)  # those of which it is the last bucket
+    last_of: list[Slot] = field(default_factory=list)  # slots whose last bucket it is
     flags: Tensor | None = None  # the elements that count ranks, in one piece; in a sharded plan [rank, element]
     marks: Tensor | None = None  # in a sharded plan [rank]: whether the rank has updated its chunk
     owner: int = -1  # in a sharded plan: the number of the optimizer of its parameters; -1 if they have none
@@ -288,8 +288,8 @@ def make_buckets(
 
     A message with several dtypes, devices or owners becomes one bucket for each
     of them. Raises `PlanError` if the plan is for another model, splits an
-    element, or has an all_gather of other slices than those of one
-    reduce_scatter before it.
+    element, or has an all_gather whose slices are not one earlier
+    reduce_scatter's.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes).difference(*(message.tensors for message in plan.messages))

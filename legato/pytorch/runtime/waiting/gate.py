@@ -117,7 +117,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
 
 
 def _makes_a_parameter(caller: FrameType | None) -> bool:
-    """Whether `nn.Parameter(...)` is the caller of a function, behind modes such as the one of a default device."""
+    """Whether `nn.Parameter(...)` is the caller of a function, below modes such as a default device's."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
     return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
@@ -125,7 +125,7 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 
 @contextmanager
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
-    """The parameter, up to date, with its plain class; its gate comes back if its gradient is still to be waited for.
+    """The parameter, up to date, with its plain class; its gate comes back if its gradient has not arrived yet.
 
     A copy of a parameter has no gradient.
     """

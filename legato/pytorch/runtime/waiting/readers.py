@@ -86,7 +86,7 @@ def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter)
     return any(sys.getrefcount(value) > _STATE_REFERENCES for value in entries.values() if isinstance(value, Tensor))
 
 
-#: Those of the state, of a variable here, and of the call that asks.
+#: References from the state, from a variable here, and from the call that asks.
 _STATE_REFERENCES = 3
 
 
@@ -124,7 +124,7 @@ _to_dlpack = _Imported(getattr(torch.utils.dlpack, "to_dlpack"))  # noqa: B009
 class Readers:
     """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
 
-    `is_own(module)` says whether a module's forward pass is that of the training. Parameters whose names are or match
+    `is_own(module)` says whether a module's forward pass is the training's. Parameters whose names are or match
     one of `current` never wait. `read_gradients` is False if nothing has the memory of gradients but the parameters.
     With `strict` it goes on watching, and raises `RankError` if an operator
     reads a parameter that waits.
@@ -140,7 +140,7 @@ class Readers:
         self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
         #: Whether gradients may wait.
         self.gradients_wait = True
-        #: Whether parameters or gradients were read on other streams than that of the pass: nothing waits any more.
+        #: Whether parameters or gradients were read on another stream than the pass's: nothing waits any more.
         self.several_streams = False
         self._forwards = 0
         self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen

@@ -20,7 +20,7 @@ __all__ = ["Puller"]
 class Puller:
     """Receives the values of all parameters, and makes each read of a parameter wait for its value.
 
-    `shards` are those of all servers, `pulls` their indices in the order of the
+    `shards` are all servers', `pulls` their indices in the order of the
     plan. `waited_s` is the total time for which computation waited for values.
     """
 
@@ -42,7 +42,7 @@ class Puller:
         self._works: dict[int, Any] = {}
         self.arrivals: Arrivals | None = None
         self.waited_s = 0.0
-        self.reads: list[str] = []  # names of the parameters, in the order in which their values were waited for
+        self.reads: list[str] = []  # names of the parameters, in the order in which the worker waited for their values
         self.servers = range(transport.roles.servers)
 
     def expect(self, order: Sequence[int]) -> None:

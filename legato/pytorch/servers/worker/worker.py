@@ -65,7 +65,7 @@ class Worker(Puller):
 
     @property
     def status(self) -> str:
-        """What the worker is doing, for the error messages of other ranks."""
+        """Say what the worker is doing, for the error messages of other ranks."""
         if not self.in_backward:
             return f"has begun {count(self.iteration, 'iteration')}"
         return f"is in backward pass {self.iteration}, and waits for the gradient of {self.shards[self._next].label}"
