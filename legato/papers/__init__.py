@@ -1,4 +1,4 @@
-"""The five papers: each published number beside the one that legato computes. One file or package per paper."""
+"""The five papers: each published number next to the one that legato computes. One file or package per paper."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Caramel: Accelerating Decentralized Distributed Deep Learning with Computation Scheduling (Hashemi et al., 2020).
 
-The setting is that of section 6: one K80 per worker, 10 Gbps, 8 and 16 workers.
+The setting is section 6's: one K80 per worker, 10 Gbps, 8 and 16 workers.
 Caramel runs on the shuffle; parameter servers are simulated transfer by transfer
 with TensorFlow's round robin and random order; Horovod has the defaults of the
 time (a cycle of 5 ms, fusion up to 64 MiB). A latency of 100 us per hop is

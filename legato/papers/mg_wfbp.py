@@ -2,7 +2,7 @@
 
 Nothing is fitted. The network is the paper's measured one: 10GbE whose ring
 all-reduce starts in 2 (N - 1) 45.26 us (section V.A: 90.52, 271.56 and 633.64 us
-on 2, 4 and 8 nodes). Compute times are those of one processor of a K80 at the
+on 2, 4 and 8 nodes). Compute times are for one processor of a K80 at the
 zoo's efficiency; the paper prints none. A message of WFBP is the gradient of one
 layer: the weights with their biases, or a convolution with its normalization.
 """
@@ -226,7 +226,7 @@ PAPER = Paper(
         "Fig. 8": _breakdown,
         "Fig. 9": _simulated,
     },
-    constants={"compute times": "those of a K80 at the zoo's efficiency; nothing is fitted"},
+    constants={"compute times": "a K80's at the zoo's efficiency; nothing is fitted"},
     left_out={
         "Fig. 5 (b), measured points": "a measurement of their cluster, printed only as a picture",
         "Figs. 6 and 7, TensorFlow": "a measurement of TensorFlow 1.3's parameter servers; no number is printed",

@@ -1,6 +1,6 @@
 """Preemptive All-reduce Scheduling for Expediting Distributed DNN Training (Bao, Peng, Chen, Wu, INFOCOM 2020).
 
-The setting is that of section VI: one GTX 1080Ti per worker, ring all-reduce,
+The setting is section VI's: one GTX 1080Ti per worker, ring all-reduce,
 Horovod with the defaults of the time (a cycle of 5 ms, fusion up to 64 MiB). The
 start-up of an all-reduce is not printed; a latency of 30 us per hop is assumed
 for all models and bandwidths. For TicTac on all-reduces, only its order is used:
@@ -173,7 +173,7 @@ PAPER = Paper(
     },
     left_out={
         "Table II, computation operators": "nodes of an MXNet graph, in which one node gives both gradients of a layer",
-        "Figs. 3 and 4": "a benchmark of their cluster, printed only as a picture; tensor sizes are those of Table II",
+        "Figs. 3 and 4": "a benchmark of their cluster, printed only as a picture; tensor sizes are Table II's",
         "Fig. 10, traffic every 5 ms": "a measurement, printed only as a picture; the share of busy time is compared",
         "absolute speeds of Figs. 8 and 9": "printed only as pictures; the gains in the text are compared",
         "ResNet50 above 10 Gbps": (

@@ -86,7 +86,7 @@ def claim(table: str, row: str, column: str, holds: Sequence[bool]) -> Cell:
 
 
 def select(paper: Paper, table: int | None = None, figure: int | None = None) -> list[str]:
-    """Return the labels of all parts, or only those of one table and of one figure."""
+    """Return the labels of all parts, or only one table's and one figure's."""
     if table is None and figure is None:
         return list(paper.parts)
     wanted = {f"Table {table}", f"Fig. {figure}"}

@@ -1,6 +1,6 @@
 """TicTac: Accelerating Distributed Deep Learning with Communication Scheduling (Hashemi et al., SysML 2019).
 
-The settings are those of section 6: *env_G*, one K80 per worker on Azure with 10
+The settings are section 6's: *env_G*, one K80 per worker on Azure with 10
 Gbps, and *env_C*, CPUs on 1 GbE. Servers hold whole variables in turn; the
 baseline pulls them in a random order; training is timed from barrier to barrier,
 inference from the first pull to the end of the forward pass. Nothing is fitted.

@@ -33,7 +33,7 @@ _BAR, _TOP = 0.44, 0.76  # the height of a bar, and from its centre to the upper
 
 
 def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool]]:
-    """What the first step takes, and how much of it is communication, as pieces of (text, bold?)."""
+    """Say how long the first step takes and how much of it is communication, as pieces of (text, bold?)."""
     step = charts[0].bars[0]
     exposed_s = sum(seconds for part, seconds in step.parts.items() if part not in ("computing", "bubble", "optimizer"))
     words = [("A step takes ", False), (format_seconds(step.seconds), True), (f" with {step.name}", False)]
@@ -72,7 +72,7 @@ def draw_breakdowns(bars: Sequence[Breakdown], longest_s: float) -> dict[str, An
     shape = layout(
         barmode="stack",
         height=_ROW * len(bars) + 100,
-        margin={"l": 12, "r": 110, "t": 34, "b": 46},  # at the right, times stand beside the bars
+        margin={"l": 12, "r": 110, "t": 34, "b": 46},  # at the right, times stand next to the bars
         dragmode=False,
         annotations=notes,
         legend={"orientation": "h", "traceorder": "normal", "x": 0, "y": 1, "yanchor": "bottom"},

@@ -1,4 +1,4 @@
-"""What all figures of the page share: layout, axes and labels.
+"""Shared by all figures of the page: layout, axes and labels.
 
 A figure is a plain JSON value, {"data", "layout"}, that plotly.js draws.
 Colours are names that begin with `@`; the page's script replaces them with the

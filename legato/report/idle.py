@@ -108,7 +108,7 @@ def _largest_first(found: list[Wait]) -> list[Wait]:
 
 
 def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], bool]:
-    """What the drawn worker waits for, the largest first, and whether the names are tensors (else messages).
+    """Return what the drawn worker waits for, the largest first, and whether the names are tensors (else messages).
 
     If a plan has the timeline's name and its messages, the cost of each message
     is divided among its tensors in proportion to their bytes.

@@ -92,7 +92,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row as `legato sweep --json` prints it, each axis beside the rest."""
+        """The row as `legato sweep --json` prints it, with each axis as a field."""
         parts = (
             (self.axes if name == "axes" else {name: value}) for name, value in msgspec.structs.asdict(self).items()
         )
@@ -118,9 +118,9 @@ class MemoryPoint(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """A predicted step of a job in words: its `seconds`, and those of its `parts` (`report/breakdowns.py`).
+    """A predicted step of a job in words: the `seconds` of the step and of its `parts` (`report/breakdowns.py`).
 
-    `facts` stand behind the name, `note` behind the time. Raises `InputError` if the parts are not the step.
+    `facts` stand after the name, `note` after the time. Raises `InputError` if the parts are not the step.
     """
 
     name: str
@@ -151,7 +151,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     order; a predicted and a measured one of the same name belong together. A
     measured one is one iteration of many: `measured` has the times to compare.
     `advice` is one plain sentence. `told` is what a command has said, in tables and
-    lines, and `asides` what it said beside; the page then says nothing of its own
+    lines, and `asides` what else it said; the page then says nothing of its own
     about which plan is best. `verdict` is its first sentence, and `code` the lines to
     try. `computation` says what the times of the workload's ops include besides computation. With `points`, the page
     draws time over memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole

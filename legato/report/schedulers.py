@@ -39,7 +39,7 @@ _HELP = {
     "can beat.",
     "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
     "overlap": "The time in which communication and computation both run, over the lesser of the two: 100% when the "
-    "shorter one is hidden behind the other one.",
+    "shorter one is hidden behind the longer one.",
     "utilization": "The share of the iteration in which the worker computes.",
     "planning time": "The time that planning took.",
 }
@@ -51,10 +51,10 @@ Kind = Literal["measured", "one iteration", "predicted"]
 class Entry(msgspec.Struct, frozen=True):
     """One line of the table: seconds, and shares of 1; None is unknown.
 
-    `measured_s` is a median, `one_s` the time of the measured iteration that is drawn. `gap` is that of the predicted
-    time. `overlap` and `utilization` are those of the predicted iteration or, without one, of the measured one.
+    `measured_s` is a median, `one_s` the time of the measured iteration that is drawn. `gap` is the predicted
+    time's. `overlap` and `utilization` are the predicted iteration's or, without one, the measured one's.
     `exposed` holds the share of exposed communication, by the source of the timeline.
-    `rounded` is that of the bytes in a wire format, where any plan of the table has some.
+    `rounded` is the share of the bytes in a wire format, where any plan of the table has some.
     """
 
     scheduler: str
@@ -130,7 +130,7 @@ def _messages(timeline: Timeline) -> int:
 
 
 def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
-    """What the page tells first: measured times, else single measured iterations, else predictions."""
+    """Return what the page says first: measured times, else single measured iterations, else predictions."""
     kinds: tuple[Kind, ...] = ("measured", "one iteration", "predicted")
     for kind in kinds:
         if found := [e for e in table if e.seconds(kind) is not None]:
@@ -164,10 +164,10 @@ def _baseline(table: Sequence[Entry]) -> Entry | None:
 
 
 def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
-    """What an iteration takes, and what the best plan gains, as pieces of (text, bold?).
+    """Say how long an iteration takes and what the best plan gains, as pieces of (text, bold?).
 
     Empty without a table. If anything was measured, only measured times are compared, and single iterations never
-    are. A timeline may have the name of the job instead of that of a scheduler.
+    are. A timeline may have the name of the job instead of a scheduler's.
     """
     kind, seen = _comparable(table)
     if not seen:

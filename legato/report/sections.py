@@ -70,7 +70,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
 
 
 def _verdict(sentence: str) -> list[tuple[str, bool]]:
-    """What a command has found as a headline: what stands before the first colon is bold."""
+    """Return what a command found as a headline: everything before the first colon is bold."""
     first, colon, rest = sentence.partition(":")
     return [(first + colon, True), (rest, False)] if sentence else []
 

@@ -66,7 +66,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
 
 
 def over(rows: Sequence[SweepRow]) -> str:
-    """What the speedups of these rows are over, in words."""
+    """Return what the speedups of these rows are relative to, in words."""
     first = rows[0]
     parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
     parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []

@@ -166,7 +166,7 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
 
 
 def _facts(timeline: Timeline, end: str) -> list[str]:
-    """What stands behind a timeline's name; `end` is the time of the iteration, or empty."""
+    """Return what follows a timeline's name; `end` is the time of the iteration, or empty."""
     facts = [f"{timeline.source_in_words} <b>{end}</b>" if end else timeline.source_in_words]
     if timeline.lower_bound_s and timeline.source == "predicted":
         gap = percent(timeline.iteration_s / timeline.lower_bound_s - 1)

@@ -2,7 +2,7 @@
 
 dynamo sees one call, which AOTAutograd expands to a forward and a backward graph
 with the workload's ops and dependencies. So the runtime sorts and cuts these graphs
-as it does with those of a real model (`legato.pytorch.compiled`).
+as it does with a real model's (`legato.pytorch.compiled`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CompiledModel(EmulatedModel):
         return cast(Tensor, _passes(id(self), self.start, *self.ordered))  # pyrefly: ignore[not-callable]
 
     def run_op(self, op: int, reads: bool) -> None:
-        """Take the time of an op, after that of a wait for the network if it reads a parameter."""
+        """Take the time of an op, after a wait for the network if it reads a parameter."""
         if reads:
             self.clock.meet()
         self.clock.run(self.workload.ops[op].duration_s)

@@ -233,7 +233,7 @@ class Hosts:
         return InputError(f"{need} ({program}: {problem})")
 
     def _remove(self) -> None:
-        for holder in self._holders:  # with that of the switch, which is the first, all processes end
+        for holder in self._holders:  # with the switch's, which is the first, all processes end
             with contextlib.suppress(subprocess.TimeoutExpired):  # a dead process that nobody reaps holds it up
                 holder.communicate(timeout=_PATIENCE_S)
         for process in self._processes:

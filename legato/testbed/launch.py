@@ -57,7 +57,7 @@ def run_workers(
 
 
 def tell_progress(rank: int) -> Advance:
-    """Return the function with which a worker reports progress to `run_workers`; only that of rank 0 prints."""
+    """Return the function with which a worker reports progress to `run_workers`; only rank 0's prints."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if rank == 0:

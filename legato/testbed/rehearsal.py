@@ -73,9 +73,9 @@ class Task(msgspec.Struct, frozen=True):
     of each scheduler in `traced` is recorded as a timeline. With `compiled`, the
     plans run in compiled models, and may have orders of computation of their own;
     DDP's models are not compiled: DDP has each gradient when its op ends, and no later.
-    With a `shard`, plans are also tried sharded, beside DDP with torch's
+    With a `shard`, plans are also tried sharded, and so is DDP with torch's
     ZeroRedundancyOptimizer, which is not predicted; with a `wire` format, with as
-    many gradients in it as the planner chooses, beside DDP with torch's hook.
+    many gradients in it as the planner chooses, and DDP runs with torch's hook.
     """
 
     workload: Workload
@@ -182,7 +182,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
         return f"computation {format_seconds(self.workload.compute_s)}, bound {format_seconds(bound_s)}"
 
     def report(self, network: str) -> ModelReport:
-        """What is saved and shown of it; `network` are the workers and their links in words."""
+        """Return what is saved and shown; `network` describes the workers and their links in words."""
         job, bounds = self.workload.name, {t.scheduler: t.lower_bound_s for t in self.trials if t.predicted is not None}
         drawn = [(t.scheduler, line) for t in self.trials for line in (t.predicted, t.measured) if line is not None]
         return ModelReport(

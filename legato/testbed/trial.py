@@ -135,7 +135,7 @@ class _Hooked(_Ddp):
 
     def _loop(self) -> _Loop:
         def hook(state: object, bucket: Any) -> Any:
-            return self.compress(state, bucket)  # under another name: DDP takes that of bf16 over NCCL only
+            return self.compress(state, bucket)  # under another name: DDP takes bf16's over NCCL only
 
         distributed: Any = dist
         hook.__annotations__ = {"state": object, "bucket": distributed.GradBucket}  # which torch checks

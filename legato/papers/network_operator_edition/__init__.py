@@ -34,7 +34,7 @@ PAPER = Paper(
         "Table 5": "quoted from another benchmark's page; not an output of the simulator",
         "Table 1, VGG-16 on 8 PS in forward order": (
             "the largest parameter is then its server's last, workers start one by one, and half of the incast is "
-            "hidden; the published time has none of that, as in a random order, which is shown beside it"
+            "hidden; the published time has none of that, as in a random order, which is also shown"
         ),
         "Table 9, Inception-v3 without barrier": (
             "0.988 s for two iterations leaves less compute than its ring column does; literal fits the one, fitted "

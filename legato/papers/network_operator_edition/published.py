@@ -1,4 +1,4 @@
-"""What the paper prints, with the numbers of its tables; seconds, gigabits and factors as there."""
+"""The paper's printed values, with the numbers of its tables; seconds, gigabits and factors as there."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TABLE_6 = {
     "Resnet-101": (6.55, 6.71, 6.46),
     "Inception-v3": (3.35, 3.41, 3.41),
 }
-#: Table 7: servers, model, least and most occupied server's share; whether "Max" is that of the second most occupied.
+#: Table 7: servers, model, least and most occupied server's share; whether "Max" is the second most occupied server's.
 TABLE_7 = [
     (4, "VGG-16", 4e-5, 0.918, False),
     (8, "VGG-16", 1e-5, 0.859, False),

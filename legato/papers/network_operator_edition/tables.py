@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Table 9: from the first parameter's sum of the first iteration to that of the third, so two periods."""
+    """Table 9: from the first parameter's sum of the first iteration to the same sum of the third, so two periods."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:

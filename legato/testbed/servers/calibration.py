@@ -2,7 +2,7 @@
 
 The calibration trains models of equal tensors without computation. An iteration
 then consists of all pushes, the servers' turn, and all pulls, and all workers
-start it together. The slowest links are those of the servers, or of the workers
+start it together. The slowest links are the servers', or the workers'
 if there are more servers than workers. The messages and bytes on these links
 are known, and a linear fit gives the cost of a message, a byte and a turn.
 """

@@ -134,7 +134,7 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
         return f"computation {compute}, pushes and pulls alone {alone}"
 
     def report(self, network: str) -> ModelReport:
-        """What is saved and shown of it; `network` are the workers, servers and their links in words."""
+        """Return what is saved and shown; `network` describes the workers, servers and their links in words."""
         job, trials = self.workload.name, self.trials
         measured = tuple(trial.measured_plan() for trial in trials)
         found = tuple(doubts({trial.scheduler: trial.measured_s for trial in trials}, {}))

@@ -39,7 +39,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Plans(msgspec.Struct, frozen=True):
-    """What rank 0 sends to the other ranks: the workload to run, and all orders."""
+    """The message from rank 0 to the other ranks: the workload to run, and all orders."""
 
     workload: Workload
     orders: list[_Order]
