@@ -205,7 +205,7 @@ def _simulated() -> Part:
         early = [_iteration_s(model, n, "fifo") < _iteration_s(model, n, "single") for n in (4, 8, 16)]
         late = [_iteration_s(model, 64, "fifo") > _iteration_s(model, 64, "single")]
         cells.append(claim("Fig. 9", _LABELS[model], "WFBP ahead of SyncEASGD on 4 to 16 nodes", early))
-        cells.append(claim("Fig. 9", _LABELS[model], "behind it on 64: the lines cross", late))
+        cells.append(claim("Fig. 9", _LABELS[model], "slower than it on 64: the lines cross", late))
         cells.append(claim("Fig. 9", _LABELS[model], "MG-WFBP is the fastest", _fastest(model, _NODES)))
     for name in ("WFBP", "SyncEASGD"):
         ours = _efficiency("resnet-v1-50-caffe", 64, _SCHEDULERS[name])

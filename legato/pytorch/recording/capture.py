@@ -307,7 +307,9 @@ def _check_same(first: RecordedStep, other: RecordedStep) -> None:
         raise differ(f"{count(len(shorter), 'op')} in one run, in another also {what(extra.phase, extra.name)}")
     for a_tensor, b_tensor in zip(first.tensors, other.tensors, strict=True):
         if a_tensor != b_tensor:
-            raise differ(f"the gradient of {a_tensor.name!r} was complete first, then that of {b_tensor.name!r}")
+            raise differ(
+                f"the gradient of {a_tensor.name!r} was complete first, then the gradient of {b_tensor.name!r}"
+            )
     if [p for p, _ in first.updates] != [p for p, _ in other.updates]:
         raise differ("the optimizer updated different parameters")
 

@@ -338,7 +338,7 @@ def message(**changes):
         ([message(kind="push")], "messages[0].kind: 'push' (expected 'all_reduce', "),
         (
             [message(kind="all_gather"), message(kind="reduce_scatter")],
-            "messages[0]: an all_gather whose slices are not those of one reduce_sc",
+            "messages[0]: an all_gather whose slices are not one earlier reduce_sc",
         ),
         (
             [
@@ -346,7 +346,7 @@ def message(**changes):
                 message(kind="all_gather", slices=(Slice("weight", 0, 16),)),
                 message(kind="all_gather", slices=(Slice("weight", 16, 32),)),
             ],
-            "messages[1]: an all_gather whose slices are not those of one reduce_scatter",
+            "messages[1]: an all_gather whose slices are not one earlier reduce_scatter",
         ),
         (
             [message(kind="reduce_scatter", collective="ring"), message(kind="all_gather", collective="tree")],

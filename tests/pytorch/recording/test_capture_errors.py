@@ -244,7 +244,7 @@ def test_gradients_come_in_another_order():
     step, _ = record(*training())
     other = replace(step, tensors=step.tensors[::-1])
     found = message(workload_of, step, other)
-    assert ": the gradient of 'bias' was complete first, then that of 'weight'" in found
+    assert ": the gradient of 'bias' was complete first, then the gradient of 'weight'" in found
 
 
 def test_set_threads():

@@ -62,7 +62,7 @@ class KeptGradients:
                     parameter.grad = None
 
     def _note(self, name: str, grad: Tensor | None) -> None:
-        if grad is not None:  # DDP itself leaves tensors behind when it first rebuilds its buckets
+        if grad is not None:  # DDP itself leaves tensors here when it first rebuilds its buckets
             kept = [t for t in self._kept(name) if t is not grad and t.data_ptr() == grad.data_ptr()]
             self._known[name] = [TensorWeakRef(tensor) for tensor in (*kept, grad)]
 

@@ -369,7 +369,7 @@ def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Buc
     """The bucket of an all_gather, which belongs to a reduce_scatter before it."""
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
-        raise PlanError(f"messages[{i}]: an all_gather whose slices are not those of one reduce_scatter before it")
+        raise PlanError(f"messages[{i}]: an all_gather whose slices are not one earlier reduce_scatter's")
     there, here = ((m.collective, m.depth, m.wire) for m in (first.message, message))
     if there != here:
         raise PlanError(
