@@ -300,7 +300,7 @@ class _TwoWays:
 
 
 class _Again:
-    """Compiles a graph, that is just being compiled, once more: now or `later`.
+    """Compiles once more, now or `later`, a graph that dynamo is compiling.
 
     It may be `later` if compilation adds no guards. They would be about sizes that vary, or memory that inputs share.
     """
@@ -355,7 +355,7 @@ def _adds_no_guards(graph: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _copy_of(graph: Any) -> Any:
-    """A copy of a graph of dynamo's with all that AOTAutograd reads of it; they have parameters in common."""
+    """Return a copy of a dynamo graph, with everything that AOTAutograd reads; the two share parameters."""
     copied = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
     for name, child in graph.named_children():
         if isinstance(child, torch.fx.GraphModule) and name in vars(copied)["_modules"]:
@@ -376,7 +376,7 @@ def compiled_module(module: nn.Module) -> nn.Module:
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """The module inside of one that `torch.compile` or DDP has made around it; None for any other."""
+    """Return the module that `torch.compile` or DDP has wrapped in this one; None for any other."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return cast(nn.Module, module.module)
     return cast(nn.Module, module._orig_mod) if type(module).__module__.startswith("torch._dynamo") else None
@@ -605,7 +605,7 @@ PRIVATE_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; changes through `.data` are not counted."""
+    """Return how often the tensor was changed in place; changes through `.data` are not counted."""
     return tensor._version
 
 
@@ -637,7 +637,7 @@ def multiply_all(tensors: list[Tensor], factor: float) -> None:
 
 
 def memory_uses(tensor: Tensor) -> int:
-    """How many tensors and storages share the tensor's memory; one of them is made for asking."""
+    """Return how many tensors and storages share the tensor's memory, including one made for asking."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -904,7 +904,7 @@ class IdleReducer:
 
 
 class _Away:
-    """In place of the reducer or the logger of an idle DDP."""
+    """Stands in for the reducer or the logger of an idle DDP."""
 
     def __init__(self, back: Callable[[str], None], prepare: Callable[[], None], real: Callable[[], Any]) -> None:
         self._back, self._prepare, self._real = back, prepare, real
@@ -916,7 +916,7 @@ class _Away:
         return getattr(self._real(), name)
 
     def _rebuild_buckets(self) -> bool:
-        """A forward pass asks whether the buckets have changed."""
+        """Answer a forward pass that asks whether the buckets have changed."""
         return False
 
     def prepare_for_backward(self, _: Any) -> None:
@@ -972,12 +972,12 @@ PrefixStore: Any = dist.PrefixStore
 
 
 def default_store() -> Any:
-    """The store of the job, through which `init_process_group` has connected the ranks."""
+    """Return the store through which `init_process_group` has connected the ranks."""
     return _get_default_store()
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """After how long a collective of the group on such tensors fails."""
+    """Return the time after which a collective of the group on such tensors fails."""
     return cast(timedelta, group._get_backend(device).options._timeout)
 
 

@@ -30,7 +30,7 @@ SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of all schedulers, for type checkers; each scheduler has some of them, and explains its own."""
+    """The options of all schedulers, for type checkers; each scheduler documents the ones that it takes."""
 
     batching: bool
     bucket_bytes: int | None

@@ -1,4 +1,4 @@
-"""Compiles the graphs of a model so that gradients are handed out, and parameters waited for, while they run.
+"""Compiles the graphs of a model so that they hand out gradients, and wait for parameters, while they run.
 
 [Note: cut graphs] A compiled backward graph returns all of its gradients when it
 ends, so that no message could go out before. Here it is cut where a message of

@@ -1,4 +1,4 @@
-"""Cuts a graph of operators into pieces that run one after another, in an order of one's choice."""
+"""Cuts a graph of operators into pieces that run one after another, in any valid order."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def raise_together(problem: str, group: Any) -> None:
 
 
 def first_said(problem: str, group: Any) -> str:
-    """The message of the first rank that has one, with its number, on every rank; empty if none has one."""
+    """Return, on every rank, the message of the first rank that has one, with its number; empty if none has."""
     gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
         if said := text.rstrip(b"\0").decode(errors="replace"):

@@ -260,7 +260,7 @@ def _s_per_byte(copy: Callable[[], object], group: Any) -> float:
 
 
 def _send_s(group: Any) -> float | None:
-    """Seconds from one small send to the next, of those to a neighbour that receives from its other one meanwhile.
+    """Return the seconds between small sends to one neighbour while the other neighbour sends to this rank.
 
     None on one rank, and where a backend sends on a device, whose queue would be measured.
     """

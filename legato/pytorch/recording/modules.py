@@ -77,7 +77,7 @@ class ModuleObserver:
         return tuple(self._module(path, own[path], holders, listed) for path in self._calls)
 
     def _holder(self, path: str) -> str:
-        """The module around whose call `fully_shard` has the parameters of this one there: itself, if it is called."""
+        """Return the module whose call makes `fully_shard` gather this one's parameters: itself, if it is called."""
         while path and path not in self._calls:
             path = path.rpartition(".")[0]
         return path

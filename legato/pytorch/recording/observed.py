@@ -1,4 +1,4 @@
-"""Observes training steps from outside, and makes a workload of what they agree in.
+"""Observes training steps from outside, and makes a workload from the steps that agree.
 
 Nothing of the user's is changed: no operator is recorded, and no step is slower. What plans use are moments, and
 hooks see them: when modules begin to run (their parameters are first read), when the backward pass begins, when each
@@ -56,7 +56,7 @@ class _Seconds:
 
 
 class StepObserver:
-    """Notes the moments of each step; who calls its methods is there when they come.
+    """Notes the moments of each step; its methods are called as they happen.
 
     `parameters` are those whose gradients are averaged, by name. With `compiled`, calls of modules are not seen.
     """

@@ -88,7 +88,7 @@ def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
 
 
 def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
-    """Raise `TooLargeError`, which names the option, if partitions of `nbytes` bytes are too many for a plan."""
+    """Raise `TooLargeError`, which names the option, if partitions of `nbytes` bytes would be too many for a plan."""
     if nbytes == math.inf:
         return
     nbytes = int(nbytes)
@@ -153,7 +153,7 @@ def gathers_what_it_scatters(plan: Plan) -> bool:
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
-    """Whether the plan has an order of ops, and it has all but the optimizer ops in the captured one."""
+    """Return whether the plan has an order of ops in which only optimizer ops move."""
     return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 

@@ -1,4 +1,4 @@
-"""Simulated annealing, the loop of every search: changes at random, of which slower ones are accepted less and less."""
+"""Simulated annealing, the loop of every search: random changes; slower ones are accepted ever less often."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class _Search:
         return self._state(sizes, first_come, way, early)
 
     def _send_early(self, state: _State) -> tuple[list[int], frozenset[int]]:
-        """Let a tensor go with the first message that begins once it is ready, or just before it; or no longer."""
+        """Send a tensor with the first message that starts once it is ready, or just before it; or stop doing so."""
         t = self.rng.randrange(len(self.nbytes))
         if t in state.early:
             return state.sizes, state.early - {t}

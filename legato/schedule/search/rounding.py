@@ -161,7 +161,7 @@ def exact_shares(
 
 
 def least_rounded(workload: Workload, cluster: Cluster, seconds: float) -> float:
-    """A fraction of the bytes that every plan rounds at least whose iteration takes no more than this.
+    """Return the least fraction of the bytes that any plan rounds whose iteration takes no more than this.
 
     It holds for plans that keep backward and forward ops in the captured order, on one
     stream: every message of such a plan is sent between the release times and the tails of

@@ -146,7 +146,7 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use, as far as passes are not DDP's (`reason`)."""
+        """Return the plan in use, unless passes are DDP's (`reason`)."""
         return self._plan
 
     @property
@@ -269,7 +269,7 @@ class Attachment:
             self._rest()
 
     def _end(self) -> None:
-        """Let go of the model, now: gradients belong to another DDP."""
+        """Detach from the model now: its gradients belong to another DDP."""
         self.is_detached, self._kept = True, None
         self._carry_out(None)
         self._rest(at_once=True)
@@ -344,7 +344,7 @@ class Attachment:
     # ---- whose passes ----------------------------------------------------------------
 
     def _model_reason(self) -> str:
-        """Why no pass can be legato's, as far as the model shows it; empty if nothing does."""
+        """Return why no pass of this model can be legato's; empty if nothing prevents it."""
         if sparse := sparse_parameters(self.module):
             return f"the gradients of {next(iter(sparse))} are sparse"
         if any(map(steps_in_backward, self._parameters.values())):
@@ -354,7 +354,7 @@ class Attachment:
         return ""
 
     def _pass_reason(self) -> str:
-        """Why the pass that begins cannot be legato's; empty if nothing is in the way."""
+        """Return why the pass that begins cannot be legato's; empty if nothing prevents it."""
         if is_joining(self.ddp):  # ranks run different numbers of passes, and cannot agree on later ones
             return "join() was used"
         if self.ddp.module is not self.module:
@@ -394,13 +394,13 @@ class Attachment:
 
     @property
     def _wanted(self) -> Plan | None:
-        """The plan that passes are to carry out; None where they are to be DDP's."""
+        """Return the plan that passes have to carry out; None if they have to be DDP's."""
         if self.reason or self._first or self.observer is not None or self._plan.carrier == "ddp":
             return None
         return self._plan
 
     def _is_due(self) -> bool:
-        """Whether passes are not what they are to be."""
+        """Return whether another plan than the wanted one is in use."""
         return (None if self.reducer is None else self.reducer.plan) is not self._wanted
 
     def _pass_ended(self) -> None:
@@ -679,12 +679,12 @@ class Attachment:
         self._stepped = True
 
     def updates_begin(self) -> None:
-        """It begins to work."""
+        """Note that the optimizer begins to work."""
         if self.observer is not None:
             self.observer.updates_begin()
 
     def step_ended(self) -> None:
-        """It returns."""
+        """Note that the optimizer's step returns."""
         if self.observer is not None:
             self.observer.updates_end()
 

@@ -32,7 +32,7 @@ class KeptGradients:
         self._parameters, self._known = parameters, {name: self._known.get(name, []) for name in parameters}
 
     def note(self) -> None:
-        """Remember the gradients that there are."""
+        """Remember the current gradients."""
         with gate.invisible():
             for name, parameter in self._parameters.items():
                 self._note(name, parameter.grad)
@@ -73,7 +73,7 @@ class KeptGradients:
         return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
 
     def _settle_in(self, slot: Slot) -> None:
-        """Let what is `.grad` stay it, in the memory that a plan's bucket has for it."""
+        """Keep each `.grad` the same tensor, moved to the memory that a plan's bucket has for it."""
         grad, place = slot.parameter.grad, slot.whole
         if grad is None or place is None or grad.layout != place.layout:
             return
@@ -83,7 +83,7 @@ class KeptGradients:
             slot.whole = grad
 
     def _follow(self, name: str, grad: Tensor | None) -> None:
-        """Let tensors that were `.grad` before have the memory of what is it now."""
+        """Let tensors that used to be `.grad` share the memory of the current `.grad`."""
         if grad is not None:
             for other in self._kept(name):
                 if other is not grad:

@@ -70,7 +70,7 @@ class Tournament:
 
     @property
     def most_left(self) -> int:
-        """How many steps may be to come."""
+        """Return the most steps that may remain."""
         return (MOST_ROUNDS - self.rounds) * len(self._contestants) * (self._steps + UNTIMED)
 
     @property
@@ -114,7 +114,7 @@ class Tournament:
         return max(told for (told,) in self._gather([seconds]))
 
     def _ratios(self, i: int) -> list[float]:
-        """How a contestant compares with the leader, round by round."""
+        """Compare a contestant with the leader, round by round."""
         leader = min(self._contestants, key=lambda i: statistics.median(self._rounds[i]))
         return [mine / best for mine, best in zip(self._rounds[i], self._rounds[leader], strict=True)]
 

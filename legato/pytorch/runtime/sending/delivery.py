@@ -145,7 +145,7 @@ class Delivery:
             bucket.flags.fill_(1.0)
 
     def packed(self, slots: Iterable[Slot]) -> None:
-        """Note that all of these gradients is packed, and has arrived."""
+        """Note that these gradients are packed completely and have arrived."""
         if self._lends:
             with gate.invisible():
                 for slot in slots:
@@ -321,7 +321,7 @@ class Delivery:
                     gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
-        """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
+        """Return the parameters whose updates wait for bucket `last`, for an earlier one, or for none any more."""
         taken = []
         while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
             taken.append(self.pending.popleft())

@@ -1,4 +1,4 @@
-"""Messages on their way: launched one after another, and waited for; and the connection that carries them."""
+"""Messages on their way, launched one after another, and the connection that carries them."""
 
 from __future__ import annotations
 

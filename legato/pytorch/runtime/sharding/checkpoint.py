@@ -125,7 +125,7 @@ class LocalShards(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor | None:
-        """The memory of a box; None, of a tensor without values, where no box is asked for."""
+        """Return the memory of a box; None for a tensor without values, where no box is asked for."""
         if index.offset is None:
             return None
         if self.flats is None:
@@ -286,7 +286,7 @@ def _first_entries(
 
 
 def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
-    """The entries with which the first step of each parameter begins, of such stand-ins; none where that is unknown."""
+    """Return the entries of such stand-ins with which each parameter's first step begins; none if unknown."""
     blank, stand_ins = _blank(optimizer, shards)
     for group in optimizer.param_groups if begins_with_step(blank) else ():
         begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})

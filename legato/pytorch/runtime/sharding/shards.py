@@ -92,7 +92,7 @@ class Shard:
         self.flat.data = self.piece.of(self.piece.slot.parameter.detach()).reshape(-1)
 
     def leave(self) -> None:
-        """Let go of the memory, for a parameter may wait only if nothing else has its memory."""
+        """Release the memory: a parameter may wait only if nothing else has its memory."""
         self.flat.grad = None
         self.flat.data = self.flat.new_empty(0)
 
@@ -178,7 +178,7 @@ class Shards(Delivery):
     # ---- forward and backward passes -------------------------------------------------
 
     def before_forward(self) -> None:
-        """Forget gradients that no optimizer uses, for compilers look at their parameters."""
+        """Forget gradients that no optimizer uses, because compilers look at their parameters."""
         self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
@@ -481,7 +481,7 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Look which ranks have updated their chunks of a message: at once, or when a device has told the host."""
+        """Find out which ranks have updated their chunks of a message: at once, or when a device has told the host."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return

@@ -204,13 +204,13 @@ class Slot:
             tensor.copy_(flat)
 
     def release(self) -> None:
-        """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
+        """Release the buckets for good: slots and buckets refer to each other, which would keep their memory."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
 
 
 def _is_overwritten(spent: Tensor) -> bool:
-    """Whether what took a gradient's place is not, or no longer, what it was then."""
+    """Return whether the stand-in for a taken gradient was replaced or changed since."""
     return version_of(spent) != getattr(spent, "_legato_spent", -1)
 
 
@@ -480,5 +480,5 @@ def _whole(slot: Slot) -> Tensor | None:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int]:
-    """Tells whether a tensor is the same as before, without a reference, for which autograd would copy it."""
+    """Tells whether a tensor is the same as before, without a reference, which would make autograd copy it."""
     return tensor.data_ptr(), version_of(tensor)

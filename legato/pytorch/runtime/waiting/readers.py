@@ -42,7 +42,7 @@ _log = logging.getLogger("legato")
 
 
 def _references(parameter: Tensor, _: Tensor | None) -> int:
-    """The references to the Python object of the gradient; asked with or without one more of them."""
+    """Return the references to the gradient's Python object, with or without one more."""
     grad = parameter.grad
     return sys.getrefcount(grad)
 
@@ -252,7 +252,7 @@ class _Operators(DispatchMode):
 
 
 class ModuleCalls:
-    """Calls `settle()` before any module runs, but for the one that `is_own` names and those that it calls.
+    """Calls `settle()` before any module runs, except the one that `is_own` names and the modules that it calls.
 
     Where anything is compiled, it calls `compiled()` as well.
     """

@@ -11,14 +11,14 @@ __all__ = ["Computation"]
 
 
 class Computation(Argument, frozen=True, tag="compute"):
-    """A worker computes for as long; and under contention, it packs, and does each message's work or waits for it.
+    """A worker computes this long; under contention, it also packs, and does each message's work or waits for it.
 
     docs/bounds.md has the proof for contention ("Processor").
     """
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Nothing has to be found."""
+        """Return the only candidate: nothing has to be chosen."""
         yield cls().proved(problem)
 
     def proves(self, problem: Problem) -> float:

@@ -35,7 +35,7 @@ def rounding(values: Numbers) -> float:
 
 
 def halved(values: Numbers) -> Numbers:
-    """The half of values that are even if they are whole."""
+    """Return half of these values, which are even if they are whole."""
     return values / 2 if values.dtype.kind == "f" else values // 2
 
 
@@ -176,7 +176,7 @@ class Chain:
         return [by_release] if (by_release == by_tail).all() else [by_release, by_tail]
 
     def sizes(self, order: Ints, most: int) -> Ints:
-        """How many tensors the sets have: each as many as its r and q allow, evenly chosen by time and bytes."""
+        """Return the number of tensors of each set: as many as its r and q allow, evenly chosen by time and bytes."""
         near = np.minimum.accumulate(np.array([self.release_s[order], self.tail_s[order]]), axis=1)
         sizes = np.flatnonzero(np.append((near[:, 1:] < near[:, :-1]).any(axis=0), True)) + 1
         if len(sizes) <= most:
@@ -288,7 +288,7 @@ class Nested(OfSets, frozen=True, tag="nested"):
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """The sets themselves know it."""
+        """Return the sets, which are the conditions themselves."""
         return sets
 
     @classmethod

@@ -124,7 +124,7 @@ class GroupedPeriod:
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
-        """The iteration of other groups, as many, in the same order of halves and updates."""
+        """Return the iteration of the same number of other groups, in the same order of halves and updates."""
         return self.in_order(groups, arranged.halves, self._updates_in(arranged))
 
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
@@ -265,7 +265,7 @@ class _Arrangement:
                 self._arrived(t, gathers=bool(gathers), now=now)
 
     def _arrived(self, t: int, *, gathers: bool, now: float) -> None:
-        """All bytes of a tensor are scattered, or gathered."""
+        """Note that all bytes of a tensor are scattered, or gathered."""
         if gathers != self.period.is_sharded:
             for op in self.period.updates_of[t]:
                 self._one_less(op, now)
@@ -282,7 +282,7 @@ class _Arrangement:
             self.run_since[reader] = max(self.run_since[reader], now)
 
     def _one_less(self, op: int, now: float) -> None:
-        """An update waits for one thing less, since now."""
+        """Note that an update waits for one thing less from now on."""
         self.waits[op] -= 1
         self.since[op] = max(self.since[op], now)
         if not self.waits[op]:
