@@ -1,10 +1,10 @@
 """The channel: carries messages out one after another, in the order in which they are launched.
 
-docs/runtime.md ("The same order on every rank") says why one at a time. Over gloo, messages go through
+docs/runtime.md ("What gloo needs") says why one at a time. Over gloo, messages go through
 a separate backend with one thread; other backends (NCCL) keep the order anyway.
 
-[Note: steps] A collective that is made of sends and receives (docs/collectives.md) needs a thread that
-starts its next step when bytes arrive. While it has work, every message goes to it, including the
+[Note: rounds] A collective that is made of sends and receives (docs/collectives.md) needs a thread that
+starts its next round when bytes arrive. While it has work, every message goes to it, including the
 backend's own all-reduces, and before its first message it waits for what the backend still has to do.
 The thread ends with the channel. A process that ends waits for it, unless a message has failed: a send
 to a rank that is gone can take the whole timeout to fail.
@@ -103,7 +103,7 @@ class _BackendChannel:
 
 
 class _GlooChannel:
-    """The channel over gloo: a backend with one thread, and a Python thread for collectives made of steps."""
+    """The channel over gloo: a backend with one thread, and a Python thread for collectives made of rounds."""
 
     def __init__(self, group: Any) -> None:
         timeout = group_timeout(group, torch.device("cpu"))
@@ -168,7 +168,7 @@ class _GlooChannel:
 
 
 def _steps_of(message: Message) -> str | None:
-    """The name of the collective made of steps that a message needs; None for gloo's own all-reduce."""
+    """Return the name of the collective made of rounds that a message needs; None for gloo's own all-reduce."""
     if message.collective in COLLECTIVES:
         return message.collective
     return None if message.kind == "all_reduce" else _OWN

@@ -1,7 +1,7 @@
 """The watchdog: when a message fails, it finds out which ranks are missing and what the others are doing.
 
 docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the
-job's store, reports there, and answers. Only the thread accesses the store: if the store hangs too
+process group's store, reports there, and answers. Only the thread accesses the store: if the store hangs too
 (rank 0 hosts it, unless torchrun does), the rank still ends in time.
 """
 

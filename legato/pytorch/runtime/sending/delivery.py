@@ -172,7 +172,7 @@ class Delivery:
     def _read_without_gate(self) -> Sequence[Slot]:
         """The parameters that have no gate, or whose `.grad` or its memory is held elsewhere."""
         with gate.invisible():
-            # Another object has a view of a bucket, as a collective made of steps has while it is in flight.
+            # Another object has a view of a bucket, as a collective made of rounds has while it is in flight.
             viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
             if viewed or not self.readers.gradients_wait:
                 return self.slots
