@@ -131,7 +131,7 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
 
 @not_compiled(recursive=False)
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
-    """Whether dynamo compiles the module whose forward hook has this frame.
+    """Return whether dynamo compiles the module whose forward hook has this frame.
 
     It does because `torch.compile` was given the module (`module`), or because
     compiled code calls it (`caller`).
@@ -147,7 +147,7 @@ def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
 
 
 def runs_compiled() -> bool:
-    """Whether dynamo compiles what the caller calls: some code above it was given to `torch.compile`."""
+    """Return whether dynamo compiles what the caller calls: some code above it was given to `torch.compile`."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
@@ -392,7 +392,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def is_whole_frame(graph: Any, function: Any) -> bool:
-    """Whether dynamo has traced all of a call of `function` (a bound method) into this graph, without a graph break."""
+    """Return whether dynamo has traced a whole call of `function` (a bound method) into this graph."""
     code, reason = getattr(function, "__code__", None), getattr(graph, "compile_subgraph_reason", None)
     if code is None or reason is None or reason.graph_break or not reason.user_stack:
         return False
@@ -401,7 +401,7 @@ def is_whole_frame(graph: Any, function: Any) -> bool:
 
 
 def is_left_to_eager_mode(function: Any) -> bool:
-    """Whether dynamo may run a compiled function (a bound method) without compiling it, and without saying so.
+    """Return whether dynamo may run a compiled function (a bound method) without compiling it, and without saying so.
 
     It does so beyond the limit of recompilations, and where `torch.compiler.set_stance` tells it to.
     """
@@ -451,7 +451,7 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
 
 
 def _is_cut(backend: Any) -> bool:
-    """Whether it is a backend for which `compile_graphs` compiles."""
+    """Return whether it is a backend for which `compile_graphs` compiles."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.eval_frame import innermost_backend
 
@@ -563,7 +563,7 @@ class no_gradients:
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
+    """Return whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -578,7 +578,7 @@ def current_node() -> Any:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward pass that runs now will add to the gradient of this leaf, or has done so."""
+    """Return whether the backward pass that runs now will add to the gradient of this leaf, or has done so."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it is `torch.autograd.grad`, which adds to none
@@ -617,7 +617,7 @@ def drop_accumulator(parameter: nn.Parameter) -> None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the user has registered hooks on the parameter's gradient."""
+    """Return whether the user has registered hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
@@ -664,12 +664,12 @@ def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` wraps the module, or was applied to it in place."""
+    """Return whether `torch.compile` wraps the module, or was applied to it in place."""
     return type(module).__module__.startswith("torch._dynamo") or is_compiled_in_place(module)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """Return whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -684,7 +684,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def begins_with_step(optimizer: Any) -> bool:
-    """Whether a parameter's state is made in its first step and counts steps, as torch's is (except Adagrad's)."""
+    """Return whether a parameter's first step makes its state, which counts steps, as in torch (except Adagrad)."""
     return hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.Adagrad)
 
 
@@ -710,7 +710,7 @@ _HOOKED: Any = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def is_replaced(base: type[Optimizer]) -> bool:
-    """Whether the program has put something else in place of the `step` of an optimizer's class."""
+    """Return whether the program has put something else in place of the `step` of an optimizer's class."""
     return getattr(base.step, "__code__", None) is not _HOOKED
 
 
@@ -736,7 +736,7 @@ class SubstituteScaler(torch.amp.GradScaler):
 
 
 def counts_steps(step: Any) -> bool:
-    """Whether a learning-rate scheduler has put this in place of an optimizer's `step`, to count its calls."""
+    """Return whether a learning-rate scheduler has put this in place of an optimizer's `step`, to count its calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -791,7 +791,7 @@ def own_feature(ddp: Any) -> str:
 
 
 def is_joining(ddp: Any) -> bool:
-    """Whether the model is, or was, inside `join()`, where ranks may run out of batches."""
+    """Return whether the model is, or was, inside `join()`, where ranks may run out of batches."""
     return bool(ddp._join_config.enable)
 
 
@@ -800,12 +800,12 @@ JOIN_BEGINS = "_set_uneven_input_join"
 
 
 def has_builtin_hook(ddp: Any) -> bool:
-    """Whether DDP's reducer has a communication hook, also one that is built into torch."""
+    """Return whether DDP's reducer has a communication hook, also one that is built into torch."""
     return ddp.logger is not None and bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def steps_in_backward(parameter: nn.Parameter) -> bool:
-    """Whether torch's `_apply_optimizer_in_backward` updates the parameter."""
+    """Return whether torch's `_apply_optimizer_in_backward` updates the parameter."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
@@ -841,7 +841,7 @@ class IdleReducer:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether a reducer that has come back may still rebuild its buckets."""
+        """Return whether a reducer that has come back may still rebuild its buckets."""
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
@@ -982,7 +982,7 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
 
 
 def group_is_alive(group: Any) -> bool:
-    """Whether the group was not destroyed yet."""
+    """Return whether the group was not destroyed yet."""
     return group in _world.pg_map
 
 

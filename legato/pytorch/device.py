@@ -99,7 +99,7 @@ class DeviceClock:
 
 
 def can_time(device: torch.device) -> bool:
-    """Whether a device computes: it is a CPU or an accelerator that is here, and not `meta`."""
+    """Return whether a device computes: it is a CPU or an accelerator that is here, and not `meta`."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return device.type == "cpu" or (accelerator is not None and device.type == accelerator.type)
 

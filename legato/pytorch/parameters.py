@@ -136,7 +136,7 @@ class ModuleFingerprint:
         return "the model has more modules or parameters now" if any(self._empty) else ""
 
     def accumulates(self) -> bool:
-        """Whether the backward pass that runs now adds to the gradient of a parameter."""
+        """Return whether the backward pass that runs now adds to the gradient of a parameter."""
         return any(map(will_run, self._accumulators.values()))
 
     def without_hooks(self) -> list[nn.Parameter]:
@@ -149,5 +149,5 @@ class ModuleFingerprint:
             return before is not None and parameter.requires_grad and get_gradient_edge(parameter).node is not before
 
     def compiled(self) -> bool:
-        """Whether `torch.compile` was applied to any of the modules."""
+        """Return whether `torch.compile` was applied to any of the modules."""
         return self._compiled or any(map(is_compiled_in_place, self._modules))

@@ -187,7 +187,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:
-    """Whether the timelines are of several jobs on one network, or of GPUs of a whole job, not of plans of one job."""
+    """Return whether the timelines show jobs that share a network, or GPUs of a job, instead of plans of one job."""
     return bool(timelines) and all(timeline.whole or timeline.name == timeline.job for timeline in timelines)
 
 

@@ -285,7 +285,7 @@ def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, A
 
 
 def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
-    """How many times as fast as the baseline, by times of one kind; None in a table of one."""
+    """Return how many times as fast as the baseline, by times of one kind; None in a table of one."""
     base, own = _baseline(table) if len(table) > 1 else None, e.seconds(kind)
     base_s = None if base is None else base.seconds(kind)
     return base_s / own if base_s is not None and own else None

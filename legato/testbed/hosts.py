@@ -267,7 +267,7 @@ def _environment() -> dict[str, str]:
 
 
 def _is_capable() -> bool:
-    """Whether this process may make network namespaces itself, as root may, unless it is root of a container."""
+    """Return whether this process may make network namespaces itself, as root may, unless it is root of a container."""
     effective = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
     return int(effective, 16) & _CAPABILITIES == _CAPABILITIES
 

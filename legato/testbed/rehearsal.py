@@ -177,7 +177,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
         ]
 
     def describe(self) -> str:
-        """How long computation takes, and what no plan can be faster than."""
+        """Return how long computation takes, and what no plan can be faster than."""
         bound_s = min(t.lower_bound_s for t in self.trials if t.predicted is not None)
         return f"computation {format_seconds(self.workload.compute_s)}, bound {format_seconds(bound_s)}"
 

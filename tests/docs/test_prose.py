@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Each turn, and what to write instead.
 TURNS = {
-    r'^"""(What|That|Those|Of)\b': "begin with Return, another verb, or a noun",
+    r'^"""(What|That|Those|Of|Whether)\b': "begin with Return, another verb, or a noun",
     r"\bth(at|ose) of\b": "repeat the noun, or say whose it is",
     r"\bbeside\b": "during, next to, besides",
     r"(?<!hidden )(?<!left )(?<!not )\bbehind\b": "after",

@@ -25,7 +25,7 @@ CompilePiece = Callable[[fx.GraphModule, Sequence[Any], bool], tuple[graphs.Boxe
 
 
 class _OneByOne(threading.local):
-    """Whether graphs run node by node on this thread (`wanted`), and the `node` that runs now."""
+    """This thread's state: whether graphs run node by node (`wanted`), and the `node` that runs now."""
 
     wanted = False
     node = ""
@@ -117,12 +117,12 @@ class GraphFunction:
 
     @property
     def has_run(self) -> bool:
-        """Whether the uncut graph has run."""
+        """Return whether the uncut graph has run."""
         return bool(self._strides)
 
     @property
     def has_one_shape(self) -> bool:
-        """Whether its sizes are constants."""
+        """Return whether its sizes are constants."""
         return all(hasattr(value, "stride") for value in self._inputs)
 
     def cut(self, node_order: tuple[str, ...], starts: tuple[int, ...]) -> list[graphs.Piece]:

@@ -67,7 +67,7 @@ class Watchdog:
 
     @property
     def failed(self) -> bool:
-        """Whether a collective failed, here or on another rank."""
+        """Return whether a collective failed, here or on another rank."""
         return self._raised is not None or bool(self._seen)
 
     def wait(self, work: Any) -> None:

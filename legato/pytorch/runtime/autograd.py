@@ -45,7 +45,7 @@ class Accumulator:
 
     @property
     def will_run(self) -> bool:
-        """Whether the backward pass that runs now adds to the gradient."""
+        """Return whether the backward pass that runs now adds to the gradient."""
         return will_run(self._node)
 
     def remove(self) -> None:

@@ -85,7 +85,7 @@ class Reducer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass runs that sends, or has failed."""
+        """Return whether a backward pass runs that sends, or has failed."""
         return self.messages.in_backward
 
     def settle(self) -> None:

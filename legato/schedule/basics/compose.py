@@ -136,7 +136,7 @@ def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> M
 
 
 def is_runnable(plan: Plan, workload: Workload) -> bool:
-    """Whether the PyTorch runtime carries the plan out as predicted.
+    """Return whether the PyTorch runtime carries the plan out as predicted.
 
     It sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order; only
     inside a graph of a compiled model it can run the nodes in any order.
@@ -145,7 +145,7 @@ def is_runnable(plan: Plan, workload: Workload) -> bool:
 
 
 def gathers_what_it_scatters(plan: Plan) -> bool:
-    """Whether a plan sends all-reduces, or their halves in pairs with the same slices, and nothing else."""
+    """Return whether a plan sends all-reduces, or their halves in pairs with the same slices, and nothing else."""
     scattered = {message.slices for message in plan.messages if message.kind == "reduce_scatter"}
     gathered = {message.slices for message in plan.messages if message.kind == "all_gather"}
     kinds = {message.kind for message in plan.messages}
@@ -163,7 +163,7 @@ def has_free_order(workload: Workload) -> bool:
 
 
 def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
-    """Whether ops change their places inside their graphs only; optimizer ops do not count."""
+    """Return whether ops change their places inside their graphs only; optimizer ops do not count."""
     ops = workload.ops
 
     def stretches(order: Iterable[int]) -> list[int | str]:

@@ -82,7 +82,7 @@ class Cover:
         return len(self.last) - 1
 
     def joined(self, ops: Sequence[int]) -> dict[int, int]:
-        """How many ops of which chains some ops reach together."""
+        """Return how many ops of which chains some ops reach together."""
         if not ops:
             return {}
         joined = self.reached[ops[0]].copy()

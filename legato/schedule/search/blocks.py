@@ -24,7 +24,7 @@ MOST_BLOCKS = 4096
 
 
 def too_many_tensors(count: int) -> bool:
-    """Whether this number of tensors is planned for in blocks."""
+    """Return whether this number of tensors is planned for in blocks."""
     return count > MOST_BLOCKS
 
 

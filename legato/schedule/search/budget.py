@@ -38,7 +38,7 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether to stop."""
+        """Return whether to stop."""
         if self.work > 0 and time.perf_counter() > self._stop_at:
             self.cut = True
             if self._parent is not None:

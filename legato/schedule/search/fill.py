@@ -136,7 +136,7 @@ def fill(
 
 
 def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
-    """How many of the bytes `left` of a tensor go into a message that has room for `wanted`.
+    """Return how many of the bytes `left` of a tensor go into a message that has room for `wanted`.
 
     A tensor that `divides` is partitioned. Another one goes in if at least half of it fits, or if it is the `first`.
     """

@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def free_order(self) -> bool:
-        """Whether other ops than optimizer ops may move."""
+        """Return whether other ops than optimizer ops may move."""
         return has_free_order(self.workload)
 
     @property

@@ -129,7 +129,7 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
         return [trial.row(random_s) for trial in self.trials]
 
     def describe(self) -> str:
-        """How long computation takes, and all transfers alone."""
+        """Return how long computation takes, and all transfers alone."""
         compute, alone = (format_seconds(s) for s in (self.trials[0].computation_s, self.trials[0].communication_s))
         return f"computation {compute}, pushes and pulls alone {alone}"
 

@@ -151,7 +151,7 @@ class Attachment:
 
     @property
     def observed(self) -> bool:
-        """Whether `plan="auto"` has not decided yet: it watches the steps, or tries plans."""
+        """Return whether `plan="auto"` has not decided yet: it watches the steps, or tries plans."""
         return self.observer is not None or self._tournament is not None
 
     @property
@@ -445,7 +445,7 @@ class Attachment:
             self.on_drift(change)
 
     def _a_pass_waits(self) -> bool:
-        """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""
+        """Return whether all ranks have run a forward pass whose backward pass is still to come; call it on all."""
         ours = self.reducer is not None and self.reducer.armed
         waits = ours or (self._ddps is not None and self._ddps.running)
         self._let_rebuild()
@@ -483,7 +483,7 @@ class Attachment:
             self._watch_ddp_anew()
 
     def _is_fit(self) -> bool:
-        """Whether passes may be legato's: those in which it looked at the model have shown nothing else on any rank."""
+        """Return whether passes may be legato's: while it looked at the model, no rank saw a reason against it."""
         assert self._ddps is not None
         if said := first_said(self._ddps.objection or self._model_reason(), self._group):
             self._leave_to_ddp(said.partition(": ")[2])
@@ -519,7 +519,7 @@ class Attachment:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether passes are DDP's until there is another plan."""
+        """Return whether passes are DDP's until there is another plan."""
         return self.reducer is None and self._ddps is None
 
     def _watch_ddp_anew(self) -> None:

@@ -274,14 +274,14 @@ def _show(optimizer: Any, waits: bool = False) -> None:
 
 
 def is_known(optimizer: Any) -> bool:
-    """Whether the optimizer is one of torch's, or its class says that it treats parameters or elements alone."""
+    """Return whether the optimizer is one of torch's, or its class says that it treats parameters or elements alone."""
     base = users_class(optimizer)
     alone = (getattr(base, name, False) for name in ("steps_parameters_alone", "steps_elements_alone"))
     return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
 
 
 def _depends_on_others(optimizer: Optimizer, base: type[Optimizer]) -> bool:
-    """Whether the update of a parameter depends on what others there are.
+    """Return whether the update of a parameter depends on what others there are.
 
     Adafactor takes its epsilon from the dtype of a group's first one, and torch's default is one kernel for many only
     if all of a group have a plain class and a device that has such kernels.
@@ -296,7 +296,7 @@ def _depends_on_others(optimizer: Optimizer, base: type[Optimizer]) -> bool:
 
 
 def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
-    """Whether the optimizer can update some parameters now and others later."""
+    """Return whether the optimizer can update some parameters now and others later."""
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
     return any(reducer.delivery.overlaps for reducer in reducers) and not (scaled or differentiable)

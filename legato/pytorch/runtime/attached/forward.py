@@ -65,7 +65,7 @@ class ForwardPasses:
 
     @property
     def running(self) -> bool:
-        """Whether a forward pass of legato's runs."""
+        """Return whether a forward pass of legato's runs."""
         return self._reducer is not None
 
     def compile_graphs(self) -> None:
@@ -134,7 +134,7 @@ class ForwardPasses:
             self._scope.__exit__(*sys.exc_info())
 
     def _may_be_one_graph(self, compiled: str) -> bool:
-        """Whether nothing but compiled code runs in the forward pass, if it has no graph breaks."""
+        """Return whether nothing but compiled code runs in the forward pass, if it has no graph breaks."""
         inner = compiled_module(self._module)
         if compiled == "caller" or not (compiled or is_compiled(self._module)):
             return False

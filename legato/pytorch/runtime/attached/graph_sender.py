@@ -58,7 +58,7 @@ class GraphSender:
         reducer.mark_ready(slot)
 
     def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
-        """Whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
+        """Return whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
         parameter, reducer = slot.parameter, self.reducer
         return (
             (slot.stage == IDLE or not reducer.in_backward)

@@ -119,7 +119,7 @@ class Tournament:
         return [mine / best for mine, best in zip(self._rounds[i], self._rounds[leader], strict=True)]
 
     def _is_as_fast(self, i: int) -> bool:
-        """Whether a contestant is as fast as the leader: within `SAME`, or within the scatter of their rounds."""
+        """Return whether a contestant is as fast as the leader: within `SAME` or the scatter of their rounds."""
         ratios = self._ratios(i)
         middle = statistics.median(ratios)
         return middle <= 1 + max(SAME, _scatter(ratios, middle))

@@ -303,7 +303,7 @@ class Delivery:
     # ---- updates -----------------------------------------------------------------------
 
     def may_wait(self, slot: Slot) -> bool:
-        """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
+        """Return whether the update may wait until the parameter is read: only its gate can read it (see `readers`)."""
         gated = self.overlaps and slot.stage == SENT and slot in self._gateable
         return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 

@@ -353,7 +353,7 @@ def _has_values(value: Any) -> bool:
 
 
 def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
-    """Whether the entries of a parameter are those with which its first step begins: it had got no gradient."""
+    """Return whether the entries of a parameter are those with which its first step begins: it had got no gradient."""
     step = entries.get("step")
     step = step.flats[0] if isinstance(step, LocalShards) and step.flats else step
     return step is not None and begins_with_step(optimizer) and float(step) == 0

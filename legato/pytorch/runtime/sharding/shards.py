@@ -149,7 +149,7 @@ class Shards(Delivery):
             )
 
     def has_changed(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer got other parameters since the messages were made, which go by optimizers."""
+        """Return whether the optimizer got other parameters since the messages were made, which go by optimizers."""
         return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
 
     # ---- memory --------------------------------------------------------------------

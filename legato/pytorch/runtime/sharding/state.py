@@ -102,7 +102,7 @@ class _ShardedState(dict[Any, dict[str, Any]]):
 
 
 def is_elementwise(shard: Shard, value: Any) -> bool:
-    """Whether an entry of the state of a shard has a value for each of its elements."""
+    """Return whether an entry of the state of a shard has a value for each of its elements."""
     return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
 
 

@@ -92,7 +92,7 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether this rank has a gradient to send in this backward pass, or had one in the last."""
+        """Return whether this rank has a gradient to send in this backward pass, or had one in the last."""
         return self.gradient == ARRIVED or self.gradient == EARLY
 
     def begin_pass(self, lends: bool) -> None:
@@ -113,7 +113,7 @@ class Slot:
 
     @property
     def is_spent(self) -> bool:
-        """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
+        """Return whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
         spent = self.spent
         return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
@@ -268,7 +268,7 @@ class Bucket:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether no collective of it is in flight."""
+        """Return whether no collective of it is in flight."""
         return self.work is None or self.work.is_completed()
 
     def release(self) -> None:

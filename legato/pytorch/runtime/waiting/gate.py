@@ -117,7 +117,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
 
 
 def _makes_a_parameter(caller: FrameType | None) -> bool:
-    """Whether `nn.Parameter(...)` is the caller of a function, below modes such as a default device's."""
+    """Return whether `nn.Parameter(...)` is the caller of a function, below modes such as a default device's."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
     return caller is not None and caller.f_code is nn.Parameter.__new__.__code__

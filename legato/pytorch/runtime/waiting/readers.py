@@ -70,14 +70,14 @@ _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _
 
 
 def parameter_is_held(parameter: nn.Parameter) -> bool:
-    """Whether anything but the module and autograd has the parameter's tensor or memory, which may be of another
+    """Return whether anything but the module and autograd has the parameter's tensor or memory, which may be of another
     library; call it under `invisible`.
     """
     return uses(parameter) != _PARAMETER_ALONE
 
 
 def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter) -> bool:
-    """Whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
+    """Return whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
     entries = states.get(parameter)
     if entries is None:
         return False
@@ -91,7 +91,7 @@ _STATE_REFERENCES = 3
 
 
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
-    """Whether anything but the parameter has its gradient, or its memory; call it under `invisible`.
+    """Return whether anything but the parameter has its gradient, or its memory; call it under `invisible`.
 
     `lent` is the runtime's own view of a bucket, whose memory has other uses.
     """
@@ -104,7 +104,7 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
 
 
 class _Imported:
-    """Whether a module other than torch's has imported a function by its name; asked again where its uses change."""
+    """Tells whether a module other than torch's has imported a function by name; asked again when its uses change."""
 
     def __init__(self, function: Any) -> None:
         self._function, self._references, self._found = function, 0, False
@@ -149,12 +149,12 @@ class Readers:
         self._of_graph: set[int] = set()  # by id(): its parameters
 
     def is_gateable(self, slot: Slot) -> bool:
-        """Whether a gate can see all reads of a parameter: it is no subclass's, and not one of `current`."""
+        """Return whether a gate can see all reads of a parameter: it is no subclass's, and not one of `current`."""
         current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
         return slot.plain_class is nn.Parameter and not current
 
     def may_wait(self, parameter: nn.Parameter) -> bool:
-        """Whether all watched reads of the parameter passed its gate."""
+        """Return whether all watched reads of the parameter passed its gate."""
         if _to_dlpack:
             return False
         key = id(parameter)

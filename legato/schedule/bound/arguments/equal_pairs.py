@@ -45,7 +45,7 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
 
 class DividedPairs:
-    """Whether pairs of halves with these sets may take some time, if nothing is gathered before `from_s`.
+    """Tells whether pairs of halves with these sets may take some time, if nothing is gathered before `from_s`.
 
     A half pays `half_s` first. If they are `apart`, everything is scattered before anything is gathered.
     """
@@ -56,7 +56,7 @@ class DividedPairs:
         self.moment_s = 0.0  # a maximum for which a time was long enough
 
     def fits(self, seconds: float) -> bool:
-        """Whether the line can be divided among pairs."""
+        """Return whether the line can be divided among pairs."""
         limit, total = seconds + rounding(self.work_s) * seconds, self.work_s[-1]
         until_s = limit - self.tail_s[-1] - total - self.half_s
         if until_s < self.from_s:

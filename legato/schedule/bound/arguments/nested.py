@@ -43,7 +43,7 @@ class Relaxation(Protocol):
     """Conditions that every schedule fulfils, and perhaps other things, too."""
 
     def fits(self, seconds: float) -> bool:
-        """Whether an iteration may take this long; if it may, it may take longer as well."""
+        """Return whether an iteration may take this long; if it may, it may take longer as well."""
         ...
 
 
@@ -85,7 +85,7 @@ class NestedSets(NamedTuple):
     both_ends: int
 
     def fits(self, seconds: float) -> bool:
-        """Whether i, j and m can be chosen for every set such that no inequality is violated."""
+        """Return whether i, j and m can be chosen for every set such that no inequality is violated."""
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:

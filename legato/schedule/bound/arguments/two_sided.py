@@ -68,7 +68,7 @@ def _can_compile() -> bool:
 
 
 class DividedHalves:
-    """Whether pairs of halves with these sets may take some time, found in a limited number of states.
+    """Tells whether pairs of halves with these sets may take some time, found in a limited number of states.
 
     It counts in whole numbers. Floats become parts of about the time that the sets take.
     """
@@ -88,7 +88,7 @@ class DividedHalves:
         self.place = places(len(work))
 
     def fits(self, seconds: float) -> bool:
-        """Whether halves may be divided among both sides of some moment c; true, too, where this takes too long."""
+        """Return whether halves may be divided among both sides of some moment c, or finding out takes too long."""
         from legato.schedule.bound.arguments.two_sided_states import follow
 
         whole = math.ceil((seconds + self.rounding * seconds) * self.scale)

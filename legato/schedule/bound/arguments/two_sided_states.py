@@ -58,7 +58,7 @@ def places(count: int) -> Places:
 
 
 def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
-    """Whether a schedule may take some time if its moment is between `begin` and `end`; whether that is given up.
+    """Return whether a schedule may take this time with its moment in `begin` to `end`, and whether it was given up.
 
     It is if there are about `limit` states, or too many halves; then the time may suffice. The third value is how
     many states there were. `place` is from `places`.
@@ -158,7 +158,7 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
 
 @numba.njit(cache=True)
 def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
-    """Whether there were too many states, how many the last set has, and how many there were.
+    """Return whether there were too many states, how many the last set has, and how many there were.
 
     `room` is the time before the moment and after it, wherever the moment is.
     """
