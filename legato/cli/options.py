@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 import typer
 
 from legato.collectives import COLLECTIVES
+from legato.core import code
 from legato.core.errors import FileError, InputError, LegatoError, missing_extra
 from legato.core.text import count
 
@@ -41,11 +42,13 @@ __all__ = [
     "Wire",
     "check_file",
     "check_installed",
+    "fabric_of",
     "in_flight_words",
     "keep_apart",
     "make_folder",
     "make_timelines",
     "quantity",
+    "scheduler_of",
     "setting",
     "split",
     "taken_by",
@@ -55,12 +58,12 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-SCHEDULER_HELP = "Names of schedulers, separated by commas, or all."
+SCHEDULER_HELP = "Names of schedulers, or FILE.py:FUNCTION for one of your own, separated by commas, or all."
 TRANSFER_HELP = (
     "Kernels whose names, or those of the operators or marks that launch them, match this regular expression are this "
     "collective, such as my_sum=all-reduce; may be repeated"
 )
-FABRIC_HELP = "Names of fabrics, separated by commas, or all."
+FABRIC_HELP = "Names of fabrics, or FILE.py:CLASS for one of your own, separated by commas, or all."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 ClusterFile = Annotated[
@@ -273,6 +276,18 @@ def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
 def split(text: str) -> list[str]:
     """The names in `a, b`."""
     return [name.strip() for name in text.split(",")]
+
+
+def scheduler_of(text: str) -> Any:
+    """The name of a scheduler, or the function of FILE.py:FUNCTION."""
+    return code.guarded(code.own(text), text) if ":" in text else text
+
+
+def fabric_of(text: str) -> Any:
+    """The name of a fabric, or the fabric that FILE.py:CLASS makes."""
+    from legato.simulator.flow.fabrics import made
+
+    return made(code.own(text), text) if ":" in text else text
 
 
 def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Value], default: Value) -> list[Value]:

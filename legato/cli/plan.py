@@ -26,6 +26,7 @@ from legato.cli.options import (
     Wire,
     keep_apart,
     quantity,
+    scheduler_of,
     setting,
     split,
     taken_by,
@@ -87,7 +88,7 @@ def _plan(
     from legato.schedule.compare import best, check_bounds, compare
 
     keep_apart([path, *network.files], output=output, timeline=timeline)
-    names = [] if how.scheduler == "all" else split(how.scheduler)
+    names = [] if how.scheduler == "all" else list(map(scheduler_of, split(how.scheduler)))
     most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
     machines, job = how.machines(network), files.read(path, Workload)
     left_out: list[str] = []

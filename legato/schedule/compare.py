@@ -11,11 +11,12 @@ import msgspec
 
 from legato.core import files
 from legato.core.cluster import Cluster
+from legato.core.code import installed
 from legato.core.errors import InputError, LegatoError, PlanError, TooLargeError
 from legato.core.plan import Plan, Rounding, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
-from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
+from legato.schedule import GROUP, SERVER_SCHEDULERS, Scheduler, schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import check_size
 from legato.schedule.bound.lower_bound import Bound, lower_bound, verify_bound
@@ -90,7 +91,7 @@ class Candidate(msgspec.Struct, frozen=True):
 def compare(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
-    names: Iterable[str] = (),
+    contestants: Iterable[str | Scheduler | Plan] = (),
     *,
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
@@ -100,13 +101,15 @@ def compare(  # noqa: PLR0913
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, InputError], object] | None = None,
 ) -> list[Candidate]:
-    """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
+    """Plan with each scheduler, a name or a function, and predict each plan; a plan takes part as it is.
+
+    By default these are all schedulers that fit the cluster.
 
     No message with more than one tensor has more than `max_message_bytes`; schedulers that
     partition keep every message within it. With `shard`, all plans shard the optimizer, or
     also the gradients. With `wire`, gradients may travel in a wire format (`schedule`).
-    Calls `progress(done, total)` after each one. Where no names are given, a scheduler
-    for which the workload is too large, or that needs halves where the collective has none,
+    Calls `progress(done, total)` after each one. Where nobody is named, a scheduler
+    for which the workload is too large, that needs halves where the collective has none, or whose package is broken,
     is left out, and `left_out(name, error)` is called.
     Raises `InputError` as `schedule` does, or on a limit of messages, shards or a wire format for
     parameter servers, and `TooLargeError` on more ops than bounds can have.
@@ -120,20 +123,22 @@ def compare(  # noqa: PLR0913
         if max_message_bytes is not None:
             raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     check_rounding(wire, workload, servers=cluster.servers > 0, shard=shard)
-    chosen = list(names)
-    names = chosen or scheduler_names(cluster)
-    options: dict[str, Any] = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
+    chosen = list(contestants)
+    everyone: list[str | Scheduler | Plan] = chosen or [*scheduler_names(cluster)]
     bounds: dict[PlanKind, Bound] = {}
     found: list[Candidate] = []
-    for i, name in enumerate(names):
+    limits = {"collective": collective, "max_message_bytes": max_message_bytes}
+    options = {name: value for name, value in limits.items() if value is not None}
+    for i, one in enumerate(everyone):
         start = time.perf_counter()
         try:
-            plan = schedule(name, workload, cluster, shard=shard, wire=wire, collective=collective, **options)
-        except (TooLargeError, PlanError) as error:
-            if chosen or (name == names[-1] and not found):
+            plan = one if isinstance(one, Plan) else schedule(one, workload, cluster, shard=shard, wire=wire, **options)
+        except InputError as error:
+            may_fail = isinstance(error, (TooLargeError, PlanError)) or one in installed(GROUP)
+            if chosen or not may_fail or (one == everyone[-1] and not found):
                 raise
             if left_out:
-                left_out(name, error)
+                left_out(str(one), error)
             continue
         plan_s = time.perf_counter() - start
         kind = kind_of(plan, workload)._replace(wire=wire != "none")
@@ -141,10 +146,10 @@ def compare(  # noqa: PLR0913
             bounds[kind] = lower_bound(workload, cluster, compute=compute, **kind._asdict())
         bound = bounds[kind]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        runnable = name in SERVER_SCHEDULERS or is_runnable(plan, workload)
+        runnable = one in SERVER_SCHEDULERS or is_runnable(plan, workload)
         found.append(Candidate(plan, timeline, bound, plan_s, runnable, kind))
         if progress:
-            progress(i + 1, len(names))
+            progress(i + 1, len(everyone))
     return found
 
 

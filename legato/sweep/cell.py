@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from legato.core.cluster import UNDIVIDED
+from legato.core.code import blame
 from legato.core.errors import InputError, LegatoError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
-from legato.schedule import schedule
+from legato.schedule import Scheduler, schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
-from legato.simulator.flow import Fabric, FlowResult, Network, plain_plan, simulate_flow
+from legato.simulator.flow import FABRICS, Fabric, FlowResult, Network, plain_plan, simulate_flow
 from legato.simulator.flow.iterations.run import check_flow
 from legato.simulator.flow.network.network import PRICED_AS
 from legato.simulator.flow.pricing import cluster_for
@@ -45,9 +47,13 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     final: bool = True
 
 
-def run_cell(cell: Cell, workload: Workload) -> Outcome:
+#: What a cell has names of: its workload, its scheduler and its fabric.
+Parts = tuple[Workload, str | Scheduler, str | Fabric]
+
+
+def run_cell(cell: Cell, parts: Parts) -> Outcome:
     """Run a cell, as `attempt` does."""
-    return attempt(lambda: _simulated(cell, workload))
+    return attempt(lambda: _simulated(cell, *parts))
 
 
 def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
@@ -63,7 +69,7 @@ def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
     return Outcome(time.perf_counter() - start, **found)
 
 
-def plan_for(scheduler: str, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
+def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
     """The scheduler's plan for the fabric, whose name is `name`, on the network; `PLAIN` sends a message per tensor."""
     if scheduler == PLAIN:
         return plain_plan(workload, fabric)
@@ -91,7 +97,8 @@ class Simulation:
         """Simulate a plan. Raises `InputError` where this fidelity cannot."""
         if self.fidelity == "transfers":
             options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
-            return simulate_flow(self._job, plan, fabric, self.network, **options)
+            with nullcontext() if name in FABRICS else blame(name):
+                return simulate_flow(self._job, plan, fabric, self.network, **options)
         if why := self.beyond_formulas(plan, name, fabric):
             raise InputError(why)
         # By formulas a message names its collective, and the cluster has only one.
@@ -125,9 +132,9 @@ class Simulation:
         return self.workloads[0] if len(self.workloads) == 1 else self.workloads
 
 
-def _simulated(cell: Cell, workload: Workload) -> dict[str, Any]:
-    network, fabric = cell.network, cell.made_fabric
-    plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
+def _simulated(cell: Cell, workload: Workload, scheduler: str | Scheduler, given: str | Fabric) -> dict[str, Any]:
+    network, fabric = cell.network, cell.made_fabric(given)
+    plan = plan_for(scheduler, workload, cell.fabric, fabric, network)
     found = Simulation([workload], network, cell.fidelity, cell.iterations).run(plan, cell.fabric, fabric)
     bound_s = None
     if cell.fidelity == "formulas":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -13,10 +14,11 @@ from legato.collectives import COLLECTIVES
 from legato.core import __version__, files
 from legato.core.axes import NETWORK, SERVERS
 from legato.core.cluster import PARAMETER_SERVER
+from legato.core.code import installed
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
-from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
-from legato.simulator.flow import FABRICS, Network
+from legato.schedule import GROUP, SCHEDULERS, SERVER_SCHEDULERS, Scheduler, label
+from legato.simulator.flow import Network, fabrics
 from legato.simulator.flow.fabrics import Fabric, check_options, fitting
 from legato.simulator.flow.iterations.run import check_iterations
 from legato.simulator.flow.network.disturbances import UNDISTURBED, parse_disturbances
@@ -29,6 +31,8 @@ Fidelity = Literal["formulas", "transfers"]
 #: No scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
+#: Of cells with code of the user's own: they are run again by each process, as the code may be another by then.
+_THIS_RUN = secrets.token_hex(8)
 _FIELDS = [axis.field for axis in NETWORK]
 #: The axes by how fast they change, the slowest first: the reverse of the table, except the number of servers.
 _SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
@@ -55,7 +59,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
     `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
-    `options` are those of the fabric.
+    `options` are those of the fabric. Schedulers and fabrics of the user's own have their `label`s here.
     """
 
     workload_id: str
@@ -65,6 +69,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[Any, ...]
     iterations: int | None
     options: tuple[tuple[str, Any], ...]
+    own: str = ""
     version: str = __version__
 
     @property
@@ -82,24 +87,27 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """The cell's network; raises `InputError` on numbers outside their range."""
         return network_of(self.values)
 
-    @property
-    def made_fabric(self) -> Fabric:
+    def made_fabric(self, fabric: str | Fabric) -> Fabric:
         """The cell's fabric, with the cell's number of servers."""
         servers = self.values[SERVERS.field]
-        return fitting(self.fabric, dict(self.options) | ({"servers": servers} if servers else {}))
+        return fitting(fabric, dict(self.options) | ({"servers": servers} if servers else {}))
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
     """Return the fabrics that a fidelity can simulate: by formulas, those that have one."""
-    return list(FABRICS) if fidelity == "transfers" else [*COLLECTIVES, PARAMETER_SERVER]
+    return fabrics.fabric_names() if fidelity == "transfers" else [*COLLECTIVES, PARAMETER_SERVER]
+
+
+def _label(one: str | Scheduler | Fabric) -> str:
+    return fabrics.label(one) if isinstance(one, Fabric) else label(one)
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The axes of a sweep, in the order of its rows; repeated values count once.
 
-    `schedulers` may contain `PLAIN`, and "all" for every scheduler that suits a
-    cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those that
-    are left out have their default. Beside disturbances, all cells are of one iteration.
+    Fabrics and schedulers are names, or fabrics and functions. `schedulers` may contain `PLAIN`, and "all" for every
+    scheduler that suits a cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those
+    that are left out have their default. Beside disturbances, all cells are of one iteration.
     `options` go to the fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first
     fabric with its first scheduler. By formulas, all hosts are alike, behind
     one switch. Raises `InputError` on unknown names and numbers outside their
@@ -107,8 +115,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     workloads: tuple[Workload, ...]
-    fabrics: tuple[str, ...] = ("ring",)
-    schedulers: tuple[str, ...] = (PLAIN,)
+    fabrics: tuple[str | Fabric, ...] = ("ring",)
+    schedulers: tuple[str | Scheduler, ...] = (PLAIN,)
     fidelity: Fidelity = "transfers"
     axes: dict[str, tuple[Any, ...]] = {}
     iterations: int | None = None
@@ -139,15 +147,19 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         for field, values in {**msgspec.structs.asdict(self), **self.axes}.items():
             if values == ():
                 raise InputError(f"{field}: empty (expected at least one)")
-        schedulers = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS]
+        schedulers = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS, *installed(GROUP)]
         for kind, names, known in (
             ("axis", self.axes, _FIELDS),
             (f"fabric by {self.fidelity}", self.fabrics, fabric_names(self.fidelity)),
             ("scheduler", self.schedulers, schedulers),
         ):
+            own = [_label(name) for name in names if not isinstance(name, str)]
             for name in names:
-                if name not in known:
+                if isinstance(name, str) and name not in known:
                     raise unknown_name(kind, name, known)
+            for name in own:
+                if name in known or own.count(name) > 1:
+                    raise InputError(f"{kind} {name!r}: another has this name (expected a name of its own)")
 
     @property
     def values(self) -> dict[str, tuple[Any, ...]]:
@@ -160,7 +172,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_cells_at_most(self) -> int:
-        each = max(len(SCHEDULERS), len(SERVER_SCHEDULERS)) if "all" in self.schedulers else 0
+        each = max(len(SCHEDULERS) + len(installed(GROUP)), len(SERVER_SCHEDULERS)) if "all" in self.schedulers else 0
         networks = math.prod(map(len, self.values.values()))
         return len(self.workloads) * len(self.fabrics) * networks * (len(self.schedulers) + each)
 
@@ -171,9 +183,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     def _cells(self) -> Iterator[Cell]:
         iterations = 1 if self._disturbed else self.iterations
         for job in dict.fromkeys(map(files.identity, self.workloads)):
-            for name in dict.fromkeys(self.fabrics):
-                for scheduler in self._schedulers(name):
-                    for values in self._networks(has_servers=bool(FABRICS[name].servers)):
+            for name, fabric in self._by_label(self.fabrics).items():
+                has_servers = fitting(fabric, {}).servers > 0
+                for scheduler, planner in self._schedulers(has_servers).items():
+                    for values in self._networks(has_servers=has_servers):
                         yield Cell(
                             workload_id=job,
                             fabric=name,
@@ -182,11 +195,20 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                             axes=tuple(values[field] for field in _FIELDS),
                             iterations=iterations,
                             options=tuple(sorted(self.options.items())),
+                            own="" if isinstance(fabric, str) and isinstance(planner, str) else _THIS_RUN,
                         )
 
-    def _schedulers(self, fabric: str) -> list[str]:
-        every = SERVER_SCHEDULERS if FABRICS[fabric].servers else SCHEDULERS
-        return list(dict.fromkeys(one for name in self.schedulers for one in (every if name == "all" else [name])))
+    def parts(self, cell: Cell) -> tuple[str | Scheduler, str | Fabric]:
+        """The scheduler and the fabric of a cell: names, or what the user has."""
+        schedulers, fabrics = self._by_label(self.schedulers), self._by_label(self.fabrics)
+        return schedulers.get(cell.scheduler, cell.scheduler), fabrics[cell.fabric]
+
+    def _by_label(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        return {_label(one): one for one in given}
+
+    def _schedulers(self, has_servers: bool) -> dict[str, str | Scheduler]:
+        every = SERVER_SCHEDULERS if has_servers else [*SCHEDULERS, *installed(GROUP)]
+        return self._by_label(tuple(one for name in self.schedulers for one in (every if name == "all" else [name])))
 
     def _networks(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
         """Every combination of the values on the network's axes."""

@@ -38,7 +38,7 @@ def sweep(
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
-    work = [(cell, by_id[cell.workload_id]) for cell in cells]
+    work = [(cell, (by_id[cell.workload_id], *grid.parts(cell))) for cell in cells]
     done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
     return _rows(grid, cells, done)
 

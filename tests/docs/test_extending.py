@@ -1,4 +1,4 @@
-"""docs/extending.md: its scheduler, its collective and its fabric, put where it says, in a copy of legato."""
+"""docs/extending.md: its scheduler and its fabric as files of their own, and all three in a copy of legato."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"
-#: What the page saves its files as, and where it adds their entries: (registry, its dict, import).
+#: Where the page puts its files in legato, and adds their entries: (registry, its dict, import).
 REGISTRIES = (
     ("legato/schedule/published/__init__.py", "PUBLISHED", "from legato.schedule.published import sweep_up"),
     ("legato/collectives/__init__.py", "COLLECTIVES", "from legato.collectives.chain import CHAIN"),
@@ -24,19 +24,39 @@ REGISTRIES = (
 )
 
 
+def page():
+    """The text of the page, its blocks, and its files by name."""
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = [(token.info, token.content) for token in MarkdownIt().parse(text) if token.type == "fence"]
+    files = [content for language, content in blocks if language == "python" and content.startswith('"""')]
+    paths = re.findall(r"[Ss]ave it as `([\w./]+)`", text)
+    return text, blocks, {Path(path).name: content for path, content in zip(paths, files, strict=True)}
+
+
+def test_they_stand_where_names_do(tmp_path):
+    """The page's own commands, beside files that it has saved."""
+    _, blocks, files = page()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    legato(ROOT, "workload", "resnet-v1-50", "-o", "job.json", at=tmp_path)
+    commands = [content.split()[1:] for language, content in blocks if content.startswith("legato ")]
+    assert len(commands) == 2
+    rows = [json.loads(legato(ROOT, *command, "--json", at=tmp_path)) for command in commands]
+    assert [row["scheduler"] for row in rows[0]] == ["ddp", "sweep-up", "legato"]
+    assert [row["fabric"] for row in rows[1]] == ["ring", "Star"]
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of legato that was extended as the page says."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "legato", folder / "legato")
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = [(token.info, token.content) for token in MarkdownIt().parse(text) if token.type == "fence"]
-    files = [content for language, content in blocks if language == "python" and content.startswith('"""')]
-    paths = re.findall(r"[Ss]ave it as `([\w/.]+)`", text)
-    entries = [content for language, content in blocks if language == "text"]
-    assert len(files) == len(paths) == len(entries) == len(REGISTRIES)
-    for path, content in zip(paths, files, strict=True):
-        assert not (folder / path).exists()
+    text, blocks, files = page()
+    entries = [content for language, content in blocks if language == "text" and content.startswith(" ")]
+    assert len(files) == len(entries) == len(REGISTRIES)
+    for (registry, _, _), (name, content) in zip(REGISTRIES, files.items(), strict=True):
+        path = f"{Path(registry).parent}/{name}"
+        assert not (folder / path).exists() and f"`{Path(path).parent}/" in text
         (folder / path).write_text(content)
     for (path, registry, line), entry in zip(REGISTRIES, entries, strict=True):
         assert f"`{path}`" in text and f"`{registry}`" in text
@@ -49,10 +69,10 @@ def copy(tmp_path_factory):
     return folder
 
 
-def legato(copy, *arguments):
+def legato(copy, *arguments, at=None):
     done = subprocess.run(
         [sys.executable, "-m", "legato", *arguments],
-        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=PATIENCE_S,
+        cwd=at or copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

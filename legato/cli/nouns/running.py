@@ -48,7 +48,9 @@ class Simulated(Cells):
 
     fabric: str = setting("all", FABRIC_HELP)
     scheduler: str | None = setting(
-        None, "Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
+        None,
+        "Name of the scheduler that plans, or FILE.py:FUNCTION; plain sends one message per tensor.",
+        show_default="plain",
     )
     plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
 

@@ -16,9 +16,11 @@ from legato.cli.nouns.running import Cells, Simulated
 from legato.cli.options import (
     Json,
     TimelineOutput,
+    fabric_of,
     in_flight_words,
     make_timelines,
     one_each,
+    scheduler_of,
     setting,
     split,
     timeline_paths,
@@ -238,18 +240,18 @@ def _jobs(
     options: dict[str, Any],
 ) -> list[SharedJob]:
     from legato.simulator.flow import SharedJob, place
-    from legato.simulator.flow.fabrics import check_options, fitting
+    from legato.simulator.flow.fabrics import check_options, fitting, label
     from legato.simulator.flow.iterations.run import check_flow_plan
     from legato.sweep.cell import plan_for
 
     count, titles = len(workloads), [one.name for one in workloads]
-    names = one_each("fabric", what.fabric, count, str, "")
+    names = one_each("fabric", what.fabric, count, fabric_of, "")
     if "all" in names:
         raise InputError("--fabric: 'all' (expected, with --share, one fabric for all jobs, or one each)")
     check_options(names, options)
     fabrics = [fitting(name, options) for name in names]
     hosts = place(workers, how.how, network)
-    schedulers = one_each("scheduler", what.scheduler, count, str, "plain")
+    schedulers = one_each("scheduler", what.scheduler, count, scheduler_of, "plain")
     plans: list[str | None] = [*one_each("plan", None if what.plan is None else str(what.plan), count, str, "")]
     shift_s = one_each("shift", how.shift, count, parse_seconds, 0.0)
     pace_s = one_each("pace", how.pace, count, parse_seconds, 0.0)
@@ -270,7 +272,7 @@ def _jobs(
         )
         if schedulers[j] != "plain":
             machines = job.machines(network, j)
-            job = replace(job, plan=plan_for(schedulers[j], workload, names[j], fabrics[j], machines))
+            job = replace(job, plan=plan_for(schedulers[j], workload, label(names[j]), fabrics[j], machines))
         jobs.append(job)
     return jobs
 

@@ -17,7 +17,17 @@ from rich.table import Table
 
 from legato.cli.axes import FabricOptions, Given, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.running import MOST_SHOWN, Cells, Running, Simulated, Written
-from legato.cli.options import Json, TimelineOutput, in_flight_words, keep_apart, one_each, split, whole
+from legato.cli.options import (
+    Json,
+    TimelineOutput,
+    fabric_of,
+    in_flight_words,
+    keep_apart,
+    one_each,
+    scheduler_of,
+    split,
+    whole,
+)
 from legato.cli.output import fidelity_of, note, print_json, print_rows, print_table, progress
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
@@ -31,6 +41,7 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.report.model import SweepRow
+    from legato.schedule import Scheduler
     from legato.simulator.flow import FlowResult, Network
     from legato.simulator.flow.fabrics.protocol import Fabric
     from legato.sweep import Grid
@@ -78,7 +89,9 @@ def simulate(
     simulation = Simulation(jobs, network, fidelity, iterations)
     if fidelity == "formulas" and what.fabric == "all":
         chosen = {name: one for name, one in chosen.items() if not simulation.beyond_formulas(own, name, one)}
-    plans = _plans(chosen, jobs[0], own or what.scheduler or "plain", network, leave_out=what.fabric == "all")
+    plans = _plans(
+        chosen, jobs[0], own or scheduler_of(what.scheduler or "plain"), network, leave_out=what.fabric == "all"
+    )
     for name, plan in plans.items():
         simulation.check(plan, name, chosen[name])
     costs_little = fidelity == "formulas" or number * len(jobs[0].tensors) <= _MOST_BASELINE
@@ -104,18 +117,17 @@ def simulate(
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
     """The named fabrics, each with the options that it has. Raises `InputError` on an option that none of them has."""
-    from legato.simulator.flow import FABRICS
-    from legato.simulator.flow.fabrics import check_options, fitting
+    from legato.simulator.flow.fabrics import check_options, fabric_names, fitting, label
 
-    chosen = list(FABRICS) if names == "all" else split(names)
+    chosen = fabric_names() if names == "all" else list(map(fabric_of, split(names)))
     check_options(chosen, options)
     if cluster.servers:
         options = options | {"servers": cluster.servers}
-    return {name: fitting(name, options) for name in chosen}
+    return {label(one): fitting(one, options) for one in chosen}
 
 
 def _plans(
-    chosen: dict[str, Fabric], job: Workload, by: Plan | str, network: Network, *, leave_out: bool
+    chosen: dict[str, Fabric], job: Workload, by: Plan | str | Scheduler, network: Network, *, leave_out: bool
 ) -> dict[str, Plan]:
     """The plan for each fabric: a plan, or a scheduler's. With `leave_out`, fabrics without one are left out."""
     from legato.sweep.cell import plan_for
@@ -225,8 +237,8 @@ def sweep(
     fidelity = fidelity_of(cells.fidelity, "transfers")
     grid = Grid(
         workloads=tuple(workloads),
-        fabrics=tuple(fabric_names(fidelity) if cells.fabric == "all" else split(cells.fabric)),
-        schedulers=tuple(split("plain" if cells.scheduler is None else cells.scheduler)),
+        fabrics=tuple(fabric_names(fidelity) if cells.fabric == "all" else map(fabric_of, split(cells.fabric))),
+        schedulers=tuple(map(scheduler_of, split("plain" if cells.scheduler is None else cells.scheduler))),
         fidelity=fidelity,
         axes=network.several(),
         iterations=cells.iterations,
@@ -287,7 +299,7 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
     others = [f"{name.replace('_', ' ')} {value}" for name, value in grid.options.items() if name != "in_flight"]
     if grid.fidelity == "formulas":
         return [*words, *others, "by formulas"]
-    return [*words, *others, *in_flight_words(fitting(name, grid.options) for name in grid.fabrics)]
+    return [*words, *others, *in_flight_words(fitting(one, grid.options) for one in grid.fabrics)]
 
 
 def _sends(grid: Grid) -> list[str]:

@@ -1,28 +1,25 @@
-"""Loads the user's training step from a file, checks it, and reports errors in it with their line."""
+"""Loads the user's training step from a file, and checks it."""
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import inspect
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from legato.core import code
 from legato.core.errors import CaptureError
 from legato.core.text import with_article
 from legato.pytorch.device import can_time
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
+#: Turns an exception in the user's code into a `CaptureError` (`legato.core.code.blame`).
+blame = partial(code.blame, kind=CaptureError)
 _EXPECTED = "expected (model, optimizer, loss): a torch.nn.Module, a torch.optim.Optimizer, a function of no arguments"
 
 
@@ -30,23 +27,11 @@ def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.T
     """Import FILE.py and call FUNCTION, where `spec` is "FILE.py:FUNCTION".
 
     FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass
-    and returns the scalar loss. As when Python runs a file, the file's folder
-    is added to `sys.path`. Raises `CaptureError`, also for an exception in the
+    and returns the scalar loss. Raises `CaptureError`, also for an exception in the
     user's code.
     """
-    name, colon, function = spec.rpartition(":")
-    if not colon or not name or not function:
-        raise CaptureError(f"{spec!r} (expected FILE.py:FUNCTION)")
-    path = Path(name)
-    if not path.is_file():
-        raise CaptureError(f"{path}: no such file (expected FILE.py:FUNCTION)")
-    module = _import(path)
-    build = getattr(module, function, None)
-    if not callable(build):
-        known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        near = difflib.get_close_matches(function, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
-        raise CaptureError(f"{path}: no function {function!r}; {hint}")
+    build = code.load(spec, CaptureError)
+    path, _, function = spec.rpartition(":")
     with blame(f"{path}: {function}()"):
         made = build()
     if not (isinstance(made, tuple) and len(made) == 3):
@@ -68,54 +53,10 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _import(path: Path) -> ModuleType:
-    name = f"legato_training_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise CaptureError(f"{path}: not a Python file (expected FILE.py:FUNCTION)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    with blame(f"{path}: importing it"):
-        spec.loader.exec_module(module)
-    return module
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return "None" if value is None else with_article(type(value).__qualname__)
-
-
-@contextmanager
-def blame(doing: str) -> Iterator[None]:
-    """Turn an exception in the user's code into a `CaptureError` of one line, with the line of the code.
-
-    `doing` says what ran, and begins the message.
-    """
-    try:
-        yield
-    except CaptureError:
-        raise
-    except (Exception, SystemExit) as error:
-        message = " ".join(str(error).split()) or "no message"
-        where = _user_line(error)
-        raise CaptureError(f"{doing} raised {type(error).__name__}: {message}{where and f' ({where})'}") from error
-
-
-def _user_line(error: BaseException) -> str:
-    """file:line of the innermost frame outside legato, torch and the interpreter."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    roots = [str(Path(f).parent) for f in (torch.__file__, __file__, importlib.__file__)]
-    lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", *roots))
-    ]
-    return lines[-1] if lines else ""
 
 
 def check_training(model: nn.Module, optimizer: Optimizer) -> None:

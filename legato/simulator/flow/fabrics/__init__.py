@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from legato.collectives import COLLECTIVES
+from legato.core.code import blame, installed, load_installed
 from legato.core.errors import InputError, unknown_name
 from legato.simulator.flow.fabrics.all_reduce import AllReduce
 from legato.simulator.flow.fabrics.hierarchical import Hierarchical
@@ -19,7 +20,20 @@ from legato.simulator.flow.fabrics.servers import Servers
 from legato.simulator.flow.fabrics.sharp import Sharp
 from legato.simulator.flow.network.network import PRICED_AS
 
-__all__ = ["BASELINE", "FABRICS", "Fabric", "check_options", "fabric", "fitting"]
+__all__ = [
+    "BASELINE",
+    "FABRICS",
+    "Fabric",
+    "check_options",
+    "fabric",
+    "fabric_names",
+    "fitting",
+    "label",
+    "made",
+]
+
+#: The entry points of installed packages that are fabrics.
+GROUP = "legato.fabrics"
 
 #: The papers' baseline: one parameter server and no help from the network.
 BASELINE = "parameter-server"
@@ -39,44 +53,74 @@ FABRICS: dict[str, Fabric] = {
 }
 
 
+def fabric_names() -> list[str]:
+    """The names of all fabrics: legato's, and those of installed packages."""
+    return [*FABRICS, *installed(GROUP)]
+
+
+def label(fabric: str | Fabric) -> str:
+    """What tables call a fabric: its name, or that of its class."""
+    return fabric if isinstance(fabric, str) else type(fabric).__name__
+
+
+def made(found: Any, name: str) -> Fabric:
+    """The fabric that a user's class or function makes, or that the user has made. Raises `InputError`."""
+    if not isinstance(found, Fabric) or isinstance(found, type):
+        with blame(name):
+            found = found()
+    if not isinstance(found, Fabric):
+        raise InputError(f"{name}: no fabric (expected a class or a function that makes a Fabric)")
+    return found
+
+
 def fabric(name: str | Fabric, **options: Any) -> Fabric:
-    """Return a fabric by its name, with `options` in place of its defaults; a fabric itself is returned as it is.
+    """Return a fabric by its name, with `options` in place of its defaults; a fabric itself stands for its name.
 
     Raises `InputError`, with the nearest names, on an unknown fabric or option,
     and on an invalid value.
     """
-    if not isinstance(name, str):
-        return name
-    if name not in FABRICS:
-        raise unknown_name("fabric", name, FABRICS)
-    usual: Any = FABRICS[name]
-    known = [field.name for field in dataclasses.fields(usual)]
+    usual = _named(name)
+    if not options:
+        return usual
+    known = _fields(usual)
     for option in options:
         if option not in known:
-            raise unknown_name(f"option of {name}", option, known)
-    found: Fabric = dataclasses.replace(usual, **options)
+            raise unknown_name(f"option of {label(name)}", option, known)
+    found: Fabric = dataclasses.replace(cast("Any", usual), **options)
     return found
 
 
-def fitting(name: str, options: Mapping[str, Any]) -> Fabric:
+def fitting(name: str | Fabric, options: Mapping[str, Any]) -> Fabric:
     """Return a fabric by its name, with those of the options that it has. Raises `InputError` as `fabric` does."""
     known = _options(name)
     return fabric(name, **{key: value for key, value in options.items() if key in known})
 
 
-def check_options(names: Iterable[str], options: Iterable[str]) -> None:
+def check_options(fabrics: Iterable[str | Fabric], options: Iterable[str]) -> None:
     """Raise `InputError` on an option that does not exist on any of these fabrics."""
-    names = list(dict.fromkeys(names))
-    unused = set(options).difference(*map(_options, names))
+    fabrics = list(fabrics)
+    names = list(dict.fromkeys(map(label, fabrics)))
+    unused = set(options).difference(*map(_options, fabrics))
     if unused:
         verb = "has" if len(names) == 1 else "have"
         raise InputError(f"{min(unused)}: {', '.join(names)} {verb} no such option")
 
 
-def _options(name: str) -> set[str]:
+def _named(name: str | Fabric) -> Fabric:
+    if not isinstance(name, str):
+        return name
+    if name in FABRICS:
+        return FABRICS[name]
+    if name in installed(GROUP):
+        return made(load_installed(GROUP, name), name)
+    raise unknown_name("fabric", name, fabric_names())
+
+
+def _fields(usual: Fabric) -> list[str]:
+    return [field.name for field in dataclasses.fields(usual)] if dataclasses.is_dataclass(usual) else []
+
+
+def _options(name: str | Fabric) -> set[str]:
     """The options that do not turn a fabric into another one of `FABRICS`."""
-    if name not in FABRICS:
-        raise unknown_name("fabric", name, FABRICS)
-    usual: Any = FABRICS[name]
-    known = {field.name for field in dataclasses.fields(usual)} - {"multicast", "algorithm"}
-    return known if "aggregation" in name else known - {"aggregation"}
+    known = set(_fields(_named(name))) - {"multicast", "algorithm"}
+    return known if "aggregation" in label(name) else known - {"aggregation"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from legato.core.errors import InputError
 from legato.core.workload import Workload
@@ -26,6 +26,7 @@ from legato.simulator.flow.network.topology import Topology
 __all__ = ["Collective", "Fabric"]
 
 
+@runtime_checkable
 class Fabric(Protocol):
     """The interface of a fabric.
 

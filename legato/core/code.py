@@ -1,0 +1,122 @@
+"""Code of the user's own: functions in files that are named on the command line, and entry points of packages.
+
+No data file can name any: a function's file is typed by the user, and a package is installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from legato.core.errors import InputError
+
+__all__ = ["blame", "guarded", "installed", "load", "load_installed", "own"]
+
+
+def load(spec: str, kind: type[InputError] = InputError) -> Any:
+    """The function, or the class, in FILE.py, where `spec` is "FILE.py:FUNCTION".
+
+    As when Python runs a file, the file's folder is added to `sys.path`. Raises an error of this kind, also for an
+    exception in the user's code.
+    """
+    name, colon, function = spec.rpartition(":")
+    if not colon or not name or not function:
+        raise kind(f"{spec!r} (expected FILE.py:FUNCTION)")
+    path = Path(name)
+    if not path.is_file():
+        raise kind(f"{path}: no such file (expected FILE.py:FUNCTION)")
+    module = _imported(path, kind)
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = [n for n, v in vars(module).items() if callable(v) and v.__module__ == module.__name__]
+        near = difflib.get_close_matches(function, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
+        raise kind(f"{path}: no function {function!r}; {hint}")
+    return found
+
+
+def _imported(path: Path, kind: type[InputError]) -> ModuleType:
+    name = f"legato_training_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise kind(f"{path}: not a Python file (expected FILE.py:FUNCTION)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with blame(f"{path}: importing it", kind):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def blame(doing: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    """Turn an exception in the user's code into an error of this kind, in one line, with the line of the code.
+
+    `doing` says what ran, and begins the message.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except (Exception, SystemExit) as error:
+        message = " ".join(str(error).split()) or "no message"
+        where = _user_line(error)
+        raise kind(f"{doing} raised {type(error).__name__}: {message}{where and f' ({where})'}") from error
+
+
+def _user_line(error: BaseException) -> str:
+    """file:line of the innermost frame outside legato, torch and the interpreter."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    torch = sys.modules.get("torch")
+    files = [importlib.__file__, *([] if torch is None else [torch.__file__])]
+    roots = [str(Path(__file__).parents[1]), *(str(Path(file).parent) for file in files if file)]
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *roots))
+    ]
+    return lines[-1] if lines else ""
+
+
+def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, whose exceptions are `blame`d on it under this name."""
+
+    @wraps(function)
+    def call(*values: Any, **options: Any) -> Any:
+        with blame(name):
+            return function(*values, **options)
+
+    return call
+
+
+def own(spec: str) -> Any:
+    """What `load` returns, for processes that share no modules with this one: it is sent to them by value."""
+    found = load(spec)
+    sys.modules.pop(getattr(found, "__module__", ""), None)
+    return found
+
+
+@cache
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of this group in the installed packages, by name; none of them is imported."""
+    return {one.name: one for one in entry_points(group=group)}
+
+
+def load_installed(group: str, name: str) -> Any:
+    """What an entry point of this group names. Raises `InputError` if importing it fails."""
+    found = installed(group)[name]
+    with blame(f"{group} {name!r} ({found.value}): importing it"):
+        return found.load()
