@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # what `__getattr__` loads, and types
     from legato.schedule import PlanOptions
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
+    from legato.whole_jobs.layouts import layouts
+    from legato.whole_jobs.step import predict
+    from legato.zoo.jobs import job
 
 __all__ = [
     "Bound",
@@ -76,9 +79,12 @@ __all__ = [
     "distribute",
     "fully_shard",
     "identity",
+    "job",
+    "layouts",
     "lower_bound",
     "parameter_servers",
     "plan",
+    "predict",
     "read",
     "simulate",
     "write",
@@ -97,7 +103,10 @@ _WITH_TORCH = {
 #: Names that are loaded when they are first used, and where they are defined.
 _LAZY = {
     "Bound": "legato.schedule.bound.lower_bound",
+    "job": "legato.zoo.jobs",
+    "layouts": "legato.whole_jobs.layouts",
     "lower_bound": "legato.schedule.bound.lower_bound",
+    "predict": "legato.whole_jobs.step",
     **_WITH_TORCH,
 }
 

@@ -214,6 +214,7 @@ def test_a_step_of_a_job(ask, tmp_path, fidelity):
     written = ask("workload", "llama-3-8b", *layout, "-o", file)
     bandwidth = ["--bandwidth", "400Gbit", "--fidelity", fidelity]
     job = legato.read(file, Job)
+    assert job == legato.job("llama-3-8b", tensor=2, pipeline=2, data=4, microbatches=4, shard="optimizer")
     python = predict(job).seconds if fidelity == "formulas" else simulate_links(job, network_of(job.machine, 16))
     same(
         ask("simulate", file, *bandwidth)["step_s"],
@@ -230,6 +231,9 @@ def test_a_row_of_layouts(ask, tmp_path):
     rows = ask("layouts", "llama-3-8b", "--gpus", 16, "--batch", 32, "--number", 3, "-o", file)
     step = ask("simulate", file, "--fidelity", "formulas")
     row = min(rows["layouts"] if isinstance(rows, dict) else rows, key=lambda row: row["step_s"])
+    python = legato.layouts("llama-3-8b", gpus=16, batch=32, number=3)
+    assert python.best[0].job == legato.read(file, Job)
+    same(*(one["step_s"] for one in (*python.rows[:1], row)))
     same(step["step_s"], row["step_s"])
     for part in step["memory_nbytes"]:
         same(step["memory_nbytes"][part], row["memory_nbytes"][part])

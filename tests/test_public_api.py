@@ -142,6 +142,11 @@ def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: 
     assert_type(lower_bound(job, cluster).seconds, float)
     assert_type(legato.capture(model, optimizer, lambda: model()), Workload)
     assert_type(legato.calibrate().cluster, Cluster)
+    whole = legato.job("llama-3-70b", tensor=8, pipeline=4, data=2, machine="h100")
+    assert_type(whole, legato.Job)
+    assert_type(legato.predict(whole).seconds, float)
+    assert_type(legato.layouts("llama-3-70b", gpus=64, batch=64).number, int)
+    legato.job("llama-3-70b", tensr=8)  # pyrefly: ignore[unexpected-keyword]
     legato.distribute(model, optimizer, plan)[0].no_sync()
     parameter_servers(model, optimizer, lambda m, o: None, nothing_like_it=1)  # pyrefly: ignore[unexpected-keyword]
     legato.plann  # pyrefly: ignore[missing-attribute]

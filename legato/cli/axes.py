@@ -17,7 +17,7 @@ from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
 from legato.core.cluster import PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError
 from legato.core.job import Machine
-from legato.core.text import count, percent
+from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds
 from legato.zoo.presets import cluster_of, links_of, machine_named, with_links
 
@@ -35,7 +35,6 @@ __all__ = [
     "NetworkOptions",
     "SweptOptions",
     "axes",
-    "describe_links",
     "note_machine",
     "option",
 ]
@@ -280,7 +279,7 @@ class Machines(NamedTuple):
         """The network in words, for the title of a table of plans."""
         cluster, name = self.cluster, collective or self.cluster.default_collective
         if self.machine is not None:
-            return f"{self._workers}, {describe_links(self.machine)}, {name}"
+            return f"{self._workers}, {self.machine.links_in_words}, {name}"
         if self.file is None or cluster.bandwidth_bps is not None:
             link = self._link(cluster.bandwidth_bps, cluster.latency_s, cluster.sending_s)
             return f"{self._prefix}{self._workers}, {link}, {name}"
@@ -364,13 +363,4 @@ class Kinds:
 def note_machine(machine: Machine | None) -> None:
     """Say what the links of a machine are, if there is one."""
     if machine is not None:
-        note(describe_links(machine))
-
-
-def describe_links(machine: Machine) -> str:
-    """The links of a machine in words."""
-    card, link = (format_bandwidth(8 * rate) for rate in (machine.card_bytes_per_s, machine.link_bytes_per_s))
-    return (
-        f"hosts of {machine.gpus_per_host} x {machine.name}: {card} a GPU and {link} inside hosts (nominal rates, of "
-        f"which {percent(machine.card_share, 0)} and {percent(machine.link_share, 0)} are reached)"
-    )
+        note(machine.links_in_words)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from msgspec.structs import replace
 
 from legato.cli.axes import Given, axes
-from legato.cli.nouns.job import DRAWN, breakdown, caveats, values, waits
 from legato.cli.nouns.model import Shape, shape_of
 from legato.cli.options import Json, Options, check_file, keep_apart, quantity, setting, taken_by
 from legato.cli.output import note, print_json, print_text
@@ -18,16 +16,11 @@ from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.quantities import parse_bytes
-from legato.core.text import percent
-from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import ModelReport, TextTable
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
-#: What allocators and libraries take is not predicted.
-_MEMORY_SHARE, _UNCOUNTED = 0.9, "memory that allocators and libraries take is not counted"
 #: The columns of tables that are text.
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
@@ -44,26 +37,21 @@ class Searched:
 
     def find(self, name: str, shape: Shape, links: Given) -> Layouts:
         """The fastest layouts. Raises `InputError` on what is missing, and if none fits in memory."""
-        from legato.whole_jobs.layouts import fastest
-        from legato.zoo.presets import framework_named, machine_named
+        from legato.whole_jobs.layouts import layouts
+        from legato.zoo.presets import machine_named
 
-        for option in ("gpus", "batch", "number"):
-            value = getattr(self, option)
-            if value is None or value < 1:
-                raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
-        machine = links.on(machine_named("h100"))
-        allowed: float = _MEMORY_SHARE * machine.memory_nbytes
-        if self.memory is not None:
-            allowed = quantity("memory", self.memory, parse_bytes)
-        model, framework = shape_of(name, shape.given()), framework_named(self.preset)
-        assert self.gpus is not None and self.batch is not None
-        found = fastest(name, model, framework, machine, self.gpus, self.batch, allowed, self.number)
-        if found.nearest is not None:
-            raise InputError(
-                f"--memory: none of {found.number:,} layouts fits in {format_bytes(allowed)} (the nearest, "
-                f"{_words(found.nearest.job)}, takes {format_bytes(found.nearest.memory.total)})"
-            )
-        return found
+        if self.gpus is None or self.batch is None:
+            raise InputError(f"--{'batch' if self.gpus else 'gpus'}: missing (expected at least 1)")
+        return layouts(
+            shape_of(name, shape.given()),
+            gpus=self.gpus,
+            batch=self.batch,
+            machine=links.on(machine_named("h100")),
+            framework=self.preset,
+            memory_nbytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
+            number=self.number,
+            name=name,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,136 +109,29 @@ def layouts(
 
 
 def _show(best: Step, found: Layouts | None, how: Shown) -> None:
-    faster, report = _faster(best), how.report
+    from legato.whole_jobs.told import caveats, faster, machines_table, report_of
+
+    better, report = faster(best), how.report
     if report is not None:
         from legato.report.html import write_report
         from legato.report.model import Report
 
-        write_report(report, Report((_report(best, found, faster),)))
+        write_report(report, Report((report_of(best, found, better),)))
     if how.json:
         print_json(
             {
-                "layouts": [] if found is None else [_layout(step) | values(step) for step in found.best],
+                "layouts": [] if found is None else found.rows,
                 "compared": None if found is None else found.number,
                 "complete": None if found is None else found.complete,
-                "faster": {label: step.seconds for label, step in faster.items() if step is not best},
+                "faster": {label: step.seconds for label, step in better.items() if step is not best},
             }
         )
         return
     if found is not None:
-        print_text(_table(found), *_NAMES)
-        note(_verdict(found))
-    print_text(_machines_table(best, faster), *_NAMES)
+        print_text(found.table(), *_NAMES)
+        note(found.verdict)
+    print_text(machines_table(best, better), *_NAMES)
     for caveat in caveats(best):
         note(caveat)
     if report is not None:
         note(f"report -> {report}")
-
-
-def _faster(best: Step) -> dict[str, Step]:
-    from legato.whole_jobs.layouts import machines
-    from legato.whole_jobs.step import predict
-
-    steps = {"the machine as it is": best}
-    found = {name: predict(replace(best.job, machine=machine)) for name, machine in machines(best.job.machine).items()}
-    return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))
-
-
-def _layout(step: Step) -> dict[str, Any]:
-    job = step.job
-    return {
-        "tensor": job.mesh.tensor,
-        "context": job.mesh.context,
-        "pipeline": job.mesh.pipeline,
-        "data": job.mesh.data,
-        "expert": job.mesh.expert,
-        "schedule": job.schedule if job.mesh.pipeline > 1 else None,
-        "chunks": job.chunks,
-        "microbatch": job.microbatch,
-        "microbatches": job.microbatches,
-        "recompute": job.recompute,
-        "shard": job.shard,
-    }
-
-
-def _words(job: Job) -> str:
-    mesh = job.mesh
-    sizes = [f"{name} {getattr(mesh, name)}" for name in ("tensor", "context", "pipeline", "data", "expert")]
-    return ", ".join(one for one in sizes if not one.endswith(" 1")) or "one GPU"
-
-
-def _schedule(job: Job) -> str:
-    return f"{job.schedule}{f' x {job.chunks}' if job.chunks > 1 else ''}" if job.mesh.pipeline > 1 else ""
-
-
-def _title(job: Job) -> str:
-    return (
-        f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
-    )
-
-
-def _table(found: Layouts) -> TextTable:
-    from legato.report.model import TextTable
-
-    heads = ("layout", "schedule", "micro-batches", "recomputed", "sharded", "step", "utilization", "memory")
-    rows = (
-        (
-            _words(step.job),
-            _schedule(step.job),
-            f"{step.job.microbatches} of {step.job.microbatch}",
-            step.job.recompute,
-            step.job.shard,
-            format_seconds(step.seconds),
-            percent(step.utilization),
-            format_bytes(step.memory.total),
-            waits(step.parts),
-        )
-        for step in found.best
-    )
-    return TextTable(f"{_title(found.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
-
-
-def _verdict(found: Layouts) -> str:
-    fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
-    return f"of {found.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten"
-
-
-def _machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
-    from legato.report.model import TextTable
-
-    rows = (
-        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step.parts))
-        for name, step in faster.items()
-    )
-    title = f"the same layout ({_words(best.job)}) on another machine: predicted"
-    return TextTable(title, ("with", "step", "speedup", "waits for"), tuple(rows))
-
-
-def _report(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:
-    """A page: what the layouts and the machines wait for, drawn, and the tables."""
-    from legato.report.model import BreakdownChart, ModelReport
-
-    charts, told, known = [], [_machines_table(best, faster)], [*caveats(best), _UNCOUNTED]
-    if found is not None:
-        bars = [breakdown(_words(step.job), step.parts, facts=_facts(step.job, found)) for step in found.best]
-        charts.append(BreakdownChart("The fastest layouts", DRAWN, tuple(bars)))
-        told.insert(0, _table(found))
-        known = [_verdict(found), f"with the fastest layout, {known[0]}", *known[1:]]
-    bars = [breakdown(name, step.parts, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
-    title = f"The same layout ({_words(best.job)}) on another machine"
-    hint = "One thing of the machine is better. The time of each step is followed by the speedup."
-    charts.append(BreakdownChart(title, hint if charts else f"{DRAWN} {hint}", tuple(bars)))
-    advice = f"{known[0][0].upper()}{known[0][1:]}."
-    return ModelReport(
-        _title(best.job), advice=advice, told=tuple(told), asides=tuple(known[1:]), breakdowns=tuple(charts)
-    )
-
-
-def _facts(job: Job, found: Layouts) -> str:
-    """What a layout is beside its mesh; of recomputation and sharding, that in which the best layouts differ."""
-    plural = "es" if job.microbatches > 1 else ""
-    parts = [_schedule(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
-    for field, word in (("recompute", "recomputed"), ("shard", "sharded")):
-        if len({getattr(step.job, field) for step in found.best}) > 1:
-            parts.append(f"{word}: {getattr(job, field)}")
-    return " · ".join(part for part in parts if part)

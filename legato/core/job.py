@@ -6,14 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from typing import Literal
 
 import msgspec
 
 from legato.core.cluster import LinearCost
 from legato.core.errors import InputError, TooLargeError
-from legato.core.units import Int64
+from legato.core.pictures import draw_hosts
+from legato.core.text import count, percent, shorten
+from legato.core.units import Int64, format_bandwidth
 
 __all__ = [
     "DIMENSIONS",
@@ -40,6 +42,8 @@ Hidden = Literal["tensor", "context", "expert", "pipeline", "data"]
 _MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
 #: Every number of a shape; the product of a few is within a float's exact range or far from its end.
 _MOST = 2**24
+#: Hosts in a picture, and GPUs.
+_MOST_DRAWN, _MOST_GPUS = 16, 1024
 
 
 def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: int = _MOST) -> None:
@@ -138,6 +142,11 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(f"expert: {self.expert} (expected a divisor of the {self.data} workers of data)")
         if self.workers > _MOST_WORKERS:
             raise TooLargeError(f"mesh: {self.workers:,} workers (expected at most {_MOST_WORKERS:,})")
+
+    def __str__(self) -> str:
+        """The dimensions above 1 in words."""
+        sizes = [f"{name} {size}" for name in (*DIMENSIONS, "expert") if (size := getattr(self, name)) > 1]
+        return ", ".join(sizes) or "one GPU"
 
     @property
     def workers(self) -> int:
@@ -252,6 +261,15 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     f"{field}: {value} (expected {'a share, above 0 to 1' if share else 'a number above 0'})"
                 )
 
+    @property
+    def links_in_words(self) -> str:
+        """The nominal rates of the links, and the shares of these that are reached."""
+        card, link = (format_bandwidth(8 * rate) for rate in (self.card_bytes_per_s, self.link_bytes_per_s))
+        return (
+            f"hosts of {self.gpus_per_host} x {self.name}: {card} a GPU and {link} inside hosts (nominal rates, "
+            f"of which {percent(self.card_share, 0)} and {percent(self.link_share, 0)} are reached)"
+        )
+
     def ring(self, group: WorkerGroup) -> LinearCost:
         """What a ring of these workers takes: its latency, and the seconds for each byte that a worker sends.
 
@@ -332,6 +350,33 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
             raise InputError(f"layers: {sum(self.layers)} together (expected the model's {self.model.layers})")
         if (self.layers and 0 in self.layers[1:-1]) or stages > self.model.layers + 2:
             raise InputError(f"layers: {self.model.layers} for {stages} chunks (expected one or more a chunk)")
+
+    def __str__(self) -> str:
+        """One line: the model, the GPUs and how they are divided, and the framework."""
+        sizes = ", ".join(
+            f"{name} {getattr(self.mesh, name)}" for name in self.mesh.order if getattr(self.mesh, name) > 1
+        )
+        sizes += f", expert {self.mesh.expert}" if self.mesh.expert > 1 else ""
+        sizes = f" ({sizes})" if sizes else ""
+        chunks = f" with {self.chunks} chunks" if self.chunks > 1 else ""
+        return (
+            f"{self.name} on {self.mesh.workers:,} x {self.machine.name}{sizes}, {self.framework.name}, "
+            f"{self.microbatches:,} micro-batch{'es' if self.microbatches > 1 else ''} of "
+            f"{count(self.microbatch, 'sequence')}, {self.schedule}{chunks}"
+        )
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: the hosts and their GPUs, each with the number of its stage of the pipeline."""
+        order, in_a_host = self.mesh.order, min(self.machine.gpus_per_host, self.mesh.workers)
+        places = product(*(range(getattr(self.mesh, name)) for name in order))
+        gpus = [
+            (place[order.index("pipeline")], ", ".join(f"{name} {at}" for name, at in zip(order, place, strict=True)))
+            for place in islice(places, min(_MOST_DRAWN * in_a_host, _MOST_GPUS))
+        ]
+        stages = f"{count(self.mesh.pipeline, 'stage')}, whose numbers are in the picture; layers of each chunk: "
+        layers = shorten(", ".join(map(str, self.split)), 80)
+        picture = draw_hosts(gpus, in_a_host, -(-self.mesh.workers // in_a_host), str(self))
+        return f"{picture}<p>{stages}{layers}</p>"
 
     @cached_property
     def split(self) -> tuple[int, ...]:

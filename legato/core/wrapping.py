@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError
+from legato.core.text import count, html_table, shorten
 from legato.core.units import Int64
 
 __all__ = ["Group", "Sync", "Wrapping"]
@@ -21,6 +23,8 @@ Sync = Literal["each", "all-reduce-last", "last", "gathered-once"]
 
 #: As many groups as `set_modules_to_forward_prefetch` may name; more would gather the model at once.
 _MOST_PREFETCHED = 64
+#: Groups in a picture.
+_MOST_ROWS = 20
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -87,6 +91,24 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
             for end, character in enumerate(module):
                 if character == "." and module[:end] in seen:
                     raise InputError(f"groups: {module!r} is in {module[:end]!r}, too (expected one of them)")
+
+    def __str__(self) -> str:
+        """One line: how many groups gather and reduce together, and how gradients are reduced."""
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        accumulated = f", {self.micro_batches} micro-batches reduced {self.sync}" if self.micro_batches > 1 else ""
+        return (
+            f"{shorten(self.name)}: {count(len(self.groups), 'group')} of modules and the root{replicas}{accumulated}"
+        )
+
+    def _repr_html_(self) -> str:
+        """The groups as a table for notebooks, the first if there are many, and the lines of torch."""
+        rows = [
+            [str(k), str(len(group.modules)), str(reshard), shorten(", ".join(group.modules), 90)]
+            for k, (group, reshard) in enumerate(zip(self.groups, self.reshards(), strict=True))
+        ]
+        shown = html_table(["#", "modules", "reshard_after_forward", "paths"], rows[:_MOST_ROWS], right=2)
+        more = f"<p>and {len(rows) - _MOST_ROWS:,} more groups</p>" if len(rows) > _MOST_ROWS else ""
+        return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
         """`reshard_after_forward` of each group: what is gathered once a step is kept."""

@@ -5,15 +5,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
 from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule
+from legato.core.pictures import draw_bars
+from legato.core.text import html_table, percent, table
+from legato.core.units import format_bytes, format_seconds
+from legato.report.model import TextTable
 from legato.whole_jobs.memory import static
-from legato.whole_jobs.step import Step, floor_s, predict
+from legato.whole_jobs.step import Step, floor_s, predict, waits
+from legato.zoo.jobs import model_name
+from legato.zoo.language.models import model_named
+from legato.zoo.presets import framework_named, machine_named
 
-__all__ = ["Layouts", "fastest", "jobs", "machines"]
+__all__ = ["Layouts", "jobs", "layouts", "machines", "schedule_of", "title_of"]
 
 #: Passes of micro-batches through stages that a search predicts: about half a minute on one core.
 _MOST_PASSES = 2**21
@@ -21,23 +29,89 @@ _MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
 #: Tokens of a micro-batch that context parallelism leaves each GPU. No measured step has fewer (docs/whole_jobs.md),
 #: and one efficiency of all matrix products makes few tokens look as good as many.
 _LEAST_TOKENS = 2048
+#: What allocators and libraries take is not predicted.
+_MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """The `best` layouts, the fastest first, of `number` that divide evenly.
 
-    If none fits in memory, `best` is empty and `nearest` misses by least. `complete` is false if the search reached
-    its limit on work before it had shown that no other layout is faster.
+    `complete` is false if the search reached its limit on work before it had shown that no other layout is faster.
     """
 
     best: list[Step]
     number: int
-    nearest: Step | None
     complete: bool
 
-    def __post_init__(self) -> None:
-        assert self.best or self.nearest is not None
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The layouts and their steps as `legato layouts --json` prints them."""
+        return [_layout(step.job) | step.columns for step in self.best]
+
+    def table(self) -> TextTable:
+        """The layouts in words."""
+        heads = ("layout", "schedule", "micro-batches", "recomputed", "sharded", "step", "utilization", "memory")
+        rows = (
+            (
+                str(step.job.mesh),
+                schedule_of(step.job),
+                f"{step.job.microbatches} of {step.job.microbatch}",
+                step.job.recompute,
+                step.job.shard,
+                format_seconds(step.seconds),
+                percent(step.utilization),
+                format_bytes(step.memory.total),
+                waits(step.parts),
+            )
+            for step in self.best
+        )
+        return TextTable(f"{title_of(self.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
+
+    @property
+    def verdict(self) -> str:
+        """How many layouts were compared, and whether these are the fastest."""
+        fastest = "no other is faster" if self.complete else "the search stopped at its limit, so others may be faster"
+        return f"of {self.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten"
+
+    def __str__(self) -> str:
+        """The table and the verdict in lines of text."""
+        shown = self.table()
+        return "\n".join([shown.title, *table(shown.heads, shown.rows, right=0), self.verdict])
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: what each layout waits for."""
+        shown = self.table()
+        bars = [(str(step.job.mesh), step.parts, format_seconds(step.seconds)) for step in self.best]
+        return f"{draw_bars(bars, shown.title)}{html_table(shown.heads, shown.rows, right=0)}<p>{self.verdict}</p>"
+
+
+def _layout(job: Job) -> dict[str, Any]:
+    return {
+        "tensor": job.mesh.tensor,
+        "context": job.mesh.context,
+        "pipeline": job.mesh.pipeline,
+        "data": job.mesh.data,
+        "expert": job.mesh.expert,
+        "schedule": job.schedule if job.mesh.pipeline > 1 else None,
+        "chunks": job.chunks,
+        "microbatch": job.microbatch,
+        "microbatches": job.microbatches,
+        "recompute": job.recompute,
+        "shard": job.shard,
+    }
+
+
+def schedule_of(job: Job) -> str:
+    """The schedule of a pipeline in words; "" without one."""
+    return f"{job.schedule}{f' x {job.chunks}' if job.chunks > 1 else ''}" if job.mesh.pipeline > 1 else ""
+
+
+def title_of(job: Job) -> str:
+    """What is trained on what, in words."""
+    return (
+        f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -101,21 +175,30 @@ def _of_mesh(
                         continue
 
 
-def fastest(
-    name: str,
-    model: LanguageModel,
-    framework: Framework,
-    machine: Machine,
+def layouts(
+    model: str | LanguageModel,
+    *,
     gpus: int,
     batch: int,
-    memory_nbytes: float,
+    machine: str | Machine = "h100",
+    framework: str | Framework = "megatron-core",
+    memory_nbytes: float | None = None,
     number: int = 10,
+    name: str = "",
 ) -> Layouts:
-    """The `number` fastest layouts that take at most `memory_nbytes` of a GPU.
+    """Find the `number` fastest layouts of a model on `gpus` GPUs, for a `batch` of sequences a step of all replicas.
 
-    They are tried in the order of `floor_s`, which no prediction is below, and the search ends where that is above
-    the slowest of the best. Raises `InputError` if no layout divides evenly.
+    A model, a machine or a framework is given by its name or as it is; a machine's name may be that of a file. A GPU
+    may use `memory_nbytes`, by default 90% of what the machine has. Layouts are tried in the order of `floor_s`, which
+    no prediction is below, and the search ends where that is above the slowest of the best. Raises `InputError`, with
+    the nearest names, on unknown ones, and if no layout divides evenly or none fits in memory.
     """
+    for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
+        if value < 1:
+            raise InputError(f"{option}: {value} (expected at least 1)")
+    name, model = name or model_name(model), model_named(model) if isinstance(model, str) else model
+    framework, machine = framework_named(framework), machine_named(machine)
+    memory_nbytes = _MEMORY_SHARE * machine.memory_nbytes if memory_nbytes is None else memory_nbytes
     candidates = list(jobs(name, model, framework, machine, gpus, batch))
     if not candidates:
         raise InputError(f"gpus: {gpus:,} for a batch of {batch:,} sequences (expected numbers that divide evenly)")
@@ -139,9 +222,13 @@ def fastest(
             best = sorted([*best, step], key=lambda one: one.seconds)[:number]
         elif nearest is None or step.memory.total < nearest.memory.total:
             nearest = step
-    if not best and nearest is None:
-        nearest = predict(min(candidates, key=static))
-    return Layouts(best, len(candidates), None if best else nearest, complete)
+    if not best:
+        nearest = nearest or predict(min(candidates, key=static))
+        raise InputError(
+            f"memory: none of {len(candidates):,} layouts fits in {format_bytes(memory_nbytes)} (the nearest, "
+            f"{nearest.job.mesh}, takes {format_bytes(nearest.memory.total)})"
+        )
+    return Layouts(best, len(candidates), complete)
 
 
 def machines(machine: Machine) -> dict[str, Machine]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from legato.core.job import Job
+from legato.core.pictures import draw_bars
 from legato.core.program import Compute, clock
+from legato.core.text import percent
+from legato.core.units import format_bytes, format_seconds
 from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, cost_of_work, send
 from legato.whole_jobs.memory import Memory, memory
 from legato.whole_jobs.pipeline import STEPS, coarse
@@ -16,7 +19,7 @@ from legato.whole_jobs.stages import is_away, passes, sent_nbytes, tail
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 
-__all__ = ["Step", "beyond_rounding", "floor_s", "predict"]
+__all__ = ["Step", "beyond_rounding", "floor_s", "predict", "waits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,40 @@ class Step:
         """The seconds of which the step consists, by what the busiest worker does."""
         return {"computing": self.computing_s, "bubble": self.bubble_s, **self.exposed_s}
 
+    def __str__(self) -> str:
+        """One line: the job, the time of the step, and what it waits for."""
+        return f"{self.job}: {self._said}"
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: what the step consists of."""
+        return draw_bars([(self._said, self.parts, "")], str(self.job))
+
+    @property
+    def _said(self) -> str:
+        return (
+            f"a step takes {format_seconds(self.seconds)} (predicted), waits for {waits(self.parts)}, "
+            f"model FLOPs utilization {percent(self.utilization)}, {format_bytes(self.memory.total)} of the fullest GPU"
+        )
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What `--json` prints of a step."""
+        sent: dict[str, dict[str, float]] = {}
+        for (kind, tier), nbytes in self.sent.items():
+            sent.setdefault(kind, {})[tier] = nbytes
+        return {
+            "name": self.job.name,
+            "gpus": self.job.mesh.workers,
+            "step_s": self.seconds,
+            "computing_s": self.computing_s,
+            "bubble_s": self.bubble_s,
+            "exposed_s": self.exposed_s,
+            "tokens_per_s": self.tokens_per_s,
+            "utilization": self.utilization,
+            "sent_nbytes": sent,
+            "memory_nbytes": asdict(self.memory),
+        }
+
     @property
     def tokens_per_s(self) -> float:
         return self.job.tokens / self.seconds
@@ -57,6 +94,14 @@ class Step:
         """Seconds for which the smallest layer computes on a micro-batch, in both passes."""
         kinds = {index in self.job.model.mixtures for index in range(self.job.model.layers)}
         return min(sum(work.computing_s for work in layer.layer(self.job, mixture)) for mixture in kinds)
+
+
+def waits(parts: dict[str, float]) -> str:
+    """What a step of these parts waits for, the longest first, where it is at least 1% of the step."""
+    seconds = sum(parts.values())
+    found = [part for part in parts if part not in ("computing", "optimizer") and parts[part] >= 0.01 * seconds]
+    shown = sorted(found, key=lambda part: -parts[part])
+    return ", ".join(f"{part} {percent(parts[part] / seconds)}" for part in shown) or "nothing"
 
 
 def beyond_rounding(seconds: float, step_s: float) -> float:

@@ -76,18 +76,27 @@ MACHINES = {
 }
 
 
-def framework_named(name: str) -> Framework:
-    """Return one of `FRAMEWORKS`. Raises `InputError`, with the nearest names, on an unknown one."""
+def framework_named(name: str | Framework) -> Framework:
+    """Return one of `FRAMEWORKS`; a framework itself stands for its name.
+
+    Raises `InputError`, with the nearest names, on an unknown one.
+    """
+    if isinstance(name, Framework):
+        return name
     if name not in FRAMEWORKS:
         raise unknown_name("preset", name, FRAMEWORKS)
     return FRAMEWORKS[name]
 
 
-def machine_named(name: str) -> Machine:
+def machine_named(name: str | Machine) -> Machine:
     """Return one of `MACHINES`, or the one in a file whose name ends in `.json` (`legato fit-machine` writes them).
+
+    A machine itself stands for its name.
 
     Raises `InputError`, with the nearest names, on an unknown one, and `FileError` on a file that holds none.
     """
+    if isinstance(name, Machine):
+        return name
     if name.endswith(".json"):
         return files.read(name, Machine)
     if name not in MACHINES:

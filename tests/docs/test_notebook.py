@@ -71,7 +71,11 @@ def test_its_cells_run_in_order(tmp_path, at_hand):
 def test_every_noun_shows_itself_without_a_script():
     job, cluster = workload("resnet-v1-50"), legato.Cluster.derive(workers=4, bandwidth_bps=1e9, latency_s=1e-5)
     plan = legato.plan(job, cluster)
-    for noun in (job, cluster, plan, legato.simulate(job, plan, cluster), legato.lower_bound(job, cluster)):
+    whole = legato.job("llama-3-8b", tensor=2, pipeline=2, gpus=1024)
+    nouns = [job, cluster, plan, legato.simulate(job, plan, cluster), legato.lower_bound(job, cluster), whole]
+    nouns += [legato.predict(whole), legato.layouts("llama-3-8b", gpus=8, batch=8, number=2)]
+    nouns.append(legato.Wrapping("blocks", tuple(legato.Group((f"h.{k}",)) for k in range(40)), micro_batches=2))
+    for noun in nouns:
         shown = noun._repr_html_()
         assert len(shown) < 200_000 and "<script" not in shown and shown.startswith("<")
     names = legato.Cluster(2, {"<b>": cluster.cost()})._repr_html_()

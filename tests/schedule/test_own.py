@@ -96,7 +96,9 @@ def test_a_fabric_of_a_file(files, capsys):
     one = ["simulate", files / "job.json", "--workers", 4, "--bandwidth", "1Gbit", "--fabric"]
     status, out, err = run(capsys, *one, f"ring-whole,{files / 'own.py'}:Circle", "--json")
     assert status == 0, err
-    expected = simulate_flow(JOB, None, "ring-whole", Network(workers=4, bandwidth_bps=1e9, latency_s=30e-6)).iteration_s
+    expected = simulate_flow(
+        JOB, None, "ring-whole", Network(workers=4, bandwidth_bps=1e9, latency_s=30e-6)
+    ).iteration_s
     assert out.count(f'"iteration_s": {expected}') == 2 and '"Circle"' in out
     for name in ("mine", "Broken"):
         status, _, err = run(capsys, *one, f"{files / 'own.py'}:{name}")

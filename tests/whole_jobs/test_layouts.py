@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from legato.core.job import LanguageModel
-from legato.whole_jobs.layouts import fastest, jobs
+from legato.whole_jobs.layouts import jobs, layouts
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import floor_s, predict
 from legato.zoo.presets import framework_named, machine_named
@@ -22,7 +22,7 @@ def test_the_search_finds_what_all_predictions_find(preset):
         assert static(step.job) <= step.memory.total * (1 + 1e-12)
     limit = sorted(step.memory.total for step in steps)[len(steps) // 2]
     fitting = sorted(step.seconds for step in steps if step.memory.total <= limit)
-    found = fastest("small", MODEL, framework, machine, 16, 32, limit, 5)
+    found = layouts(MODEL, gpus=16, batch=32, machine=machine, framework=preset, memory_nbytes=limit, number=5)
     assert found.complete and found.number == len(steps)
     assert [step.seconds for step in found.best] == fitting[:5]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.axes import Given, axes, describe_links
+from legato.cli.axes import Given, axes
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
 from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, setting, split
@@ -21,28 +20,21 @@ from legato.cli.output import fidelity_of, note, print_json, print_parts, print_
 from legato.core import files
 from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
-from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
+from legato.core.job import Job, LanguageModel, Machine, Schedule, Shard
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import Breakdown, ModelReport, Report, TextTable
+    from legato.report.model import ModelReport, Report, TextTable
     from legato.sweep import JobRow
-    from legato.whole_jobs.step import Step
 
 __all__ = [
-    "DRAWN",
     "Layout",
     "OfMachine",
-    "breakdown",
-    "caveats",
-    "described",
     "refuse_switches",
     "said",
     "simulate",
     "sweep",
-    "values",
-    "waits",
     "write",
 ]
 
@@ -52,13 +44,6 @@ SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values=
 #: The columns of tables that are text.
 _NAMES = ("job", "waits for")
 
-#: What a chart of breakdowns shows.
-DRAWN = (
-    "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
-    "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
-)
-#: A layer's forward and backward pass in less time may be bound by the host.
-_SMALL_S = 5e-3
 #: Steps that differ by a smaller share take as long.
 _ROUNDING = 1e-9
 
@@ -99,52 +84,32 @@ class Layout:
         show_default="the preset's",
     )
 
-    def mesh(self) -> Mesh:
-        """The dimensions, which multiply to the number of GPUs. Raises `InputError` if they do not."""
-        sizes: dict[str, Any] = {name: getattr(self, name) or 1 for name in DIMENSIONS}
-        for name in ("gpus", "expert", *DIMENSIONS):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"--{name}: {getattr(self, name)} (expected at least 1)")
-        if self.gpus is not None and self.data is None:
-            sizes["data"] = self.gpus // (math.prod(sizes.values())) or 1
-        if self.gpus is not None and math.prod(sizes.values()) != self.gpus:
-            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            raise InputError(f"--gpus: {self.gpus:,} (expected {math.prod(sizes.values()):,}: {product})")
-        if self.order is not None:
-            sizes["order"] = tuple(split(self.order))
-        return Mesh(**sizes, expert=self.expert or 1)
-
     def job(self, name: str, model: LanguageModel, machine: Machine, *, recompute: bool) -> Job:
-        from legato.zoo.presets import framework_named
+        from legato.zoo.jobs import job
 
-        framework = framework_named(self.preset or "megatron-core")
-        if self.overlap is not None:
-            hidden = () if self.overlap == "none" else tuple(split(self.overlap))
-            if unknown := set(hidden) - {"expert", *DIMENSIONS}:
-                raise InputError(f"--overlap: {min(unknown)!r} (expected {', '.join(DIMENSIONS)}, expert or none)")
-            framework = replace(framework, hidden=hidden)
         if recompute and self.recompute_only:
             raise InputError("--recompute and --recompute-only: give one or the other")
-        schedule = self.pipeline_schedule or "1f1b"
-        return Job(
-            name,
-            model,
-            self.mesh(),
-            framework,
-            machine,
-            microbatches=_or_one(self.microbatches),
-            microbatch=_or_one(self.microbatch_size),
-            schedule=schedule,
-            chunks=(2 if schedule == "interleaved" else 1) if self.chunks is None else self.chunks,
-            layers=() if self.split is None else _layers(self.split),
-            recompute="full" if recompute else self.recompute_only or "none",
-            shard=self.shard or "none",
-            sequence_parallel=bool(self.sequence_parallel),
-        )
+        fields = {_FIELDS.get(option, option): value for option, value in asdict(self).items() if value is not None}
+        for field, parse in (("order", split), ("overlap", _kinds), ("layers", _layers)):
+            if field in fields:
+                fields[field] = parse(fields[field])
+        if recompute:
+            fields["recompute"] = "full"
+        return job(model, **fields, machine=machine, name=name)
 
 
-def _or_one(value: int | None) -> int:
-    return 1 if value is None else value
+#: The fields of a job, and the parameters of `legato.job`, whose options have other names.
+_FIELDS = {
+    "microbatch_size": "microbatch",
+    "pipeline_schedule": "schedule",
+    "split": "layers",
+    "recompute_only": "recompute",
+    "preset": "framework",
+}
+
+
+def _kinds(text: str) -> list[str]:
+    return [] if text == "none" else split(text)
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -165,15 +130,16 @@ def write(
 ) -> None:
     """Write the job of a language model, and what its GPUs send."""
     from legato.whole_jobs.step import predict
+    from legato.whole_jobs.told import caveats
 
     job = layout.job(name, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
     step = predict(job)
     if output is not None:
         files.write(output, job)
     if json:
-        print_json({"job": None if output is None else str(output), **values(step)})
+        print_json({"job": None if output is None else str(output), **step.columns})
         return
-    note(described(job) + (f" -> {output}" if output else ""))
+    note(str(job) + (f" -> {output}" if output else ""))
     for caveat in caveats(step):
         note(caveat)
     table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
@@ -197,6 +163,7 @@ def simulate(
 ) -> None:
     """Print what a step of the job consists of, and the same undisturbed if the network is disturbed."""
     from legato.sweep.jobs import on_network, step_on
+    from legato.whole_jobs.told import caveats
 
     keep_apart(paths, output=output)
     by = fidelity_of(fidelity, "flows")
@@ -213,11 +180,11 @@ def simulate(
         if output is not None:
             files.write(output, flows.timeline(words.removeprefix(", ")))
     if json:
-        print_json(values(step) | ({} if quiet is None else {"undisturbed_s": quiet.seconds}))
+        print_json(step.columns | ({} if quiet is None else {"undisturbed_s": quiet.seconds}))
         return
     for caveat in caveats(step):
         note(caveat)
-    print_parts(f"{described(job)}{where}", step.parts, None if quiet is None else ("undisturbed", quiet.parts))
+    print_parts(f"{job}{where}", step.parts, None if quiet is None else ("undisturbed", quiet.parts))
     if quiet and abs(step.seconds - quiet.seconds) <= _ROUNDING * step.seconds:
         note(f"{machine.axes['disturb']}: costs nothing; the step takes as long undisturbed")
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
@@ -251,7 +218,7 @@ def sweep(
 
 
 def _show(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> None:
-    for line in dict.fromkeys(describe_links(job.machine) for job in jobs.values()):
+    for line in dict.fromkeys(job.machine.links_in_words for job in jobs.values()):
         note(line)
     shown = rows[:MOST_SHOWN]
     print_text(_table(shown, _differing(rows), f"{count(len(rows), 'cell')}{same}: predicted", named=True), *_NAMES)
@@ -296,73 +263,6 @@ def _same(rows: Sequence[JobRow]) -> str:
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 
 
-def values(step: Step) -> dict[str, Any]:
-    """What `--json` prints of a step."""
-    sent: dict[str, dict[str, float]] = {}
-    for (kind, tier), nbytes in step.sent.items():
-        sent.setdefault(kind, {})[tier] = nbytes
-    return {
-        "name": step.job.name,
-        "gpus": step.job.mesh.workers,
-        "step_s": step.seconds,
-        "computing_s": step.computing_s,
-        "bubble_s": step.bubble_s,
-        "exposed_s": step.exposed_s,
-        "tokens_per_s": step.tokens_per_s,
-        "utilization": step.utilization,
-        "sent_nbytes": sent,
-        "memory_nbytes": asdict(step.memory),
-    }
-
-
-def waits(parts: dict[str, float]) -> str:
-    """What a step of these parts waits for, the longest first, where it is at least 1% of the step."""
-    seconds = sum(parts.values())
-    found = [part for part in parts if part not in ("computing", "optimizer") and parts[part] >= 0.01 * seconds]
-    shown = sorted(found, key=lambda part: -parts[part])
-    return ", ".join(f"{part} {percent(parts[part] / seconds)}" for part in shown) or "nothing"
-
-
-def breakdown(name: str, parts: dict[str, float], facts: str = "", note: str = "") -> Breakdown:
-    """A step as a bar, without parts that only rounding leaves."""
-    from legato.report.model import Breakdown
-
-    seconds = sum(parts.values())
-    return Breakdown(name, seconds, {part: s for part, s in parts.items() if abs(s) > 1e-9 * seconds}, facts, note)
-
-
-def described(job: Job) -> str:
-    sizes = ", ".join(f"{name} {getattr(job.mesh, name)}" for name in job.mesh.order if getattr(job.mesh, name) > 1)
-    sizes += f", expert {job.mesh.expert}" if job.mesh.expert > 1 else ""
-    sizes = f" ({sizes})" if sizes else ""
-    chunks = f" with {job.chunks} chunks" if job.chunks > 1 else ""
-    return (
-        f"{job.name} on {job.mesh.workers:,} x {job.machine.name}{sizes}, {job.framework.name}, "
-        f"{job.microbatches:,} micro-batch{'es' if job.microbatches > 1 else ''} of "
-        f"{count(job.microbatch, 'sequence')}, {job.schedule}{chunks}"
-    )
-
-
-def caveats(step: Step) -> Iterator[str]:
-    """The memory, and what a prediction does not know."""
-    from legato.zoo.presets import MACHINES
-
-    machine, memory = step.job.machine, step.memory
-    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
-    fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
-    yield describe_links(machine)
-    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        yield (
-            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
-            "20 to 25% more or less; legato fit-machine fits it)"
-        )
-    else:
-        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
-    if step.layer_s < _SMALL_S:
-        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
-
-
 def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
     from legato.report.model import TextTable
 
@@ -379,6 +279,8 @@ def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: b
 
 
 def _cells(row: JobRow, axes: Sequence[Axis]) -> list[str]:
+    from legato.whole_jobs.step import waits
+
     texts = [axis.write(row.axes[axis.field]) for axis in axes]
     if row.step_s is None or row.speedup is None or row.utilization is None:
         return [*texts, "failed", "", "", ""]
@@ -394,6 +296,7 @@ def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
     """Of one job: what its step consists of on each network, drawn, and the table."""
     from legato.report.model import BreakdownChart, ModelReport
     from legato.whole_jobs.step import predict
+    from legato.whole_jobs.told import DRAWN, breakdown, caveats
 
     axes = _differing(rows)
     bars = [
@@ -408,7 +311,7 @@ def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
     hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
     charts = [BreakdownChart(f"The step on each network{same}", hint, tuple(bars))] if bars else []
     return ModelReport(
-        described(job),
+        str(job),
         told=(_table(rows, axes, "networks: predicted"), *_failed(rows)),
         asides=tuple(caveats(predict(job))),
         breakdowns=tuple(charts),

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from legato.cli.axes import Given, axes, describe_links
+from legato.cli.axes import Given, axes
 from legato.cli.nouns.job import refuse_switches, said
 from legato.cli.options import Fidelity, Json, one_each, whole
 from legato.cli.output import fidelity_of, note, print_json, print_parts
@@ -51,7 +51,7 @@ def simulate(
         print_json(values)
         return
     note(
-        f"{describe_links(machine)}; beside its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
+        f"{machine.links_in_words}; beside its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
         f"host, {format_seconds(machine.network_latency_s)} between two, and {format_seconds(machine.hop_s)} for each "
         "further one"
     )

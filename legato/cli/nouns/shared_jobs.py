@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.nouns.job import OfMachine, caveats, said, values, waits
+from legato.cli.nouns.job import OfMachine, said
 from legato.cli.nouns.program import step_values
 from legato.cli.nouns.shared import Places
 from legato.cli.options import Fidelity, Iterations, Json, TimelineOutput, make_timelines, one_each, timeline_paths
@@ -83,6 +83,8 @@ def simulate(
         rows = [_row(*one) for one in zip(names, shift_s, found, strict=True)]
         print_json({"window_s": window_s, "slowdown": _slowdown(found), "jobs": rows})
         return
+    from legato.whole_jobs.told import caveats
+
     for j, (name, one) in enumerate(zip(names, found, strict=True)):
         if jobs.index(jobs[j]) == j and isinstance(one.alone, Step):
             for caveat in caveats(one.alone):
@@ -99,6 +101,8 @@ def _table(
     title: str, names: Sequence[str], sizes: Sequence[int], found: Sequence[SharedStep], window_s: tuple[float, float]
 ) -> Table:
     """A line for each job, and one for all."""
+    from legato.whole_jobs.step import waits
+
     table = Table("job", title=title, header_style="dim")
     for head in ("GPUs", "alone", "shared", "slowdown", "shortest", "longest", "steps"):
         table.add_column(head, justify="right")
@@ -133,7 +137,7 @@ def _row(name: str, shift_s: float, found: SharedStep) -> dict[str, Any]:
 def _values(step: Step | ProgramStep) -> dict[str, Any]:
     from legato.whole_jobs.step import Step
 
-    return values(step) if isinstance(step, Step) else step_values(step)
+    return step.columns if isinstance(step, Step) else step_values(step)
 
 
 def _longer(found: SharedStep) -> str:

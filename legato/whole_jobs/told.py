@@ -1,0 +1,96 @@
+"""What is said of predicted steps of whole jobs: in words, as tables, as bars, and on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from msgspec.structs import replace
+
+from legato.core.job import Job
+from legato.core.units import format_bytes, format_seconds
+from legato.report.model import Breakdown, BreakdownChart, ModelReport, TextTable
+from legato.whole_jobs.layouts import Layouts, machines, schedule_of, title_of
+from legato.whole_jobs.step import Step, predict, waits
+from legato.zoo.presets import MACHINES
+
+__all__ = ["DRAWN", "breakdown", "caveats", "faster", "machines_table", "report_of"]
+
+#: What a chart of breakdowns shows.
+DRAWN = (
+    "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
+    "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
+)
+#: A layer's forward and backward pass in less time may be bound by the host.
+_SMALL_S = 5e-3
+#: What allocators and libraries take is not predicted.
+_UNCOUNTED = "memory that allocators and libraries take is not counted"
+
+
+def breakdown(name: str, parts: dict[str, float], facts: str = "", note: str = "") -> Breakdown:
+    """A step as a bar, without parts that only rounding leaves."""
+    seconds = sum(parts.values())
+    return Breakdown(name, seconds, {part: s for part, s in parts.items() if abs(s) > 1e-9 * seconds}, facts, note)
+
+
+def caveats(step: Step) -> Iterator[str]:
+    """The memory, and what a prediction does not know."""
+    machine, memory = step.job.machine, step.memory
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
+    fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
+    yield machine.links_in_words
+    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
+        yield (
+            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
+            "20 to 25% more or less; legato fit-machine fits it)"
+        )
+    else:
+        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
+    if step.layer_s < _SMALL_S:
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
+
+
+def faster(best: Step) -> dict[str, Step]:
+    """The same layout on machines with one thing better, the fastest first, by what an operator calls it."""
+    steps = {"the machine as it is": best}
+    found = {name: predict(replace(best.job, machine=machine)) for name, machine in machines(best.job.machine).items()}
+    return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))
+
+
+def machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
+    """What the steps on other machines take, in words."""
+    rows = (
+        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step.parts))
+        for name, step in faster.items()
+    )
+    title = f"the same layout ({best.job.mesh}) on another machine: predicted"
+    return TextTable(title, ("with", "step", "speedup", "waits for"), tuple(rows))
+
+
+def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:
+    """A page: what the layouts and the machines wait for, drawn, and the tables."""
+    charts, told, known = [], [machines_table(best, faster)], [*caveats(best), _UNCOUNTED]
+    if found is not None:
+        bars = [breakdown(str(step.job.mesh), step.parts, facts=_facts(step.job, found)) for step in found.best]
+        charts.append(BreakdownChart("The fastest layouts", DRAWN, tuple(bars)))
+        told.insert(0, found.table())
+        known = [found.verdict, f"with the fastest layout, {known[0]}", *known[1:]]
+    bars = [breakdown(name, step.parts, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
+    title = f"The same layout ({best.job.mesh}) on another machine"
+    hint = "One thing of the machine is better. The time of each step is followed by the speedup."
+    charts.append(BreakdownChart(title, hint if charts else f"{DRAWN} {hint}", tuple(bars)))
+    advice = f"{known[0][0].upper()}{known[0][1:]}."
+    return ModelReport(
+        title_of(best.job), advice=advice, told=tuple(told), asides=tuple(known[1:]), breakdowns=tuple(charts)
+    )
+
+
+def _facts(job: Job, found: Layouts) -> str:
+    """What a layout is beside its mesh; of recomputation and sharding, that in which the best layouts differ."""
+    plural = "es" if job.microbatches > 1 else ""
+    parts = [schedule_of(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
+    for field, word in (("recompute", "recomputed"), ("shard", "sharded")):
+        if len({getattr(step.job, field) for step in found.best}) > 1:
+            parts.append(f"{word}: {getattr(job, field)}")
+    return " · ".join(part for part in parts if part)

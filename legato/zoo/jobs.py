@@ -1,0 +1,92 @@
+"""Whole jobs in one call, of names and numbers; the nouns are in `core/job.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from msgspec.structs import replace
+
+from legato.core.errors import InputError
+from legato.core.job import (
+    DIMENSIONS,
+    Dimension,
+    Framework,
+    Hidden,
+    Job,
+    LanguageModel,
+    Machine,
+    Mesh,
+    Recompute,
+    Schedule,
+    Shard,
+)
+from legato.zoo.language.models import model_named
+from legato.zoo.presets import framework_named, machine_named
+
+__all__ = ["job", "model_name"]
+
+
+def model_name(model: str | LanguageModel) -> str:
+    """The name of a model, or `llm` for one without a name."""
+    return model if isinstance(model, str) else "llm"
+
+
+def job(  # noqa: PLR0913 (all that can be chosen about a job)
+    model: str | LanguageModel,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    data: int | None = None,
+    expert: int = 1,
+    gpus: int | None = None,
+    order: Sequence[Dimension] = ("pipeline", "data", "context", "tensor"),
+    microbatches: int = 1,
+    microbatch: int = 1,
+    schedule: Schedule = "1f1b",
+    chunks: int | None = None,
+    layers: Sequence[int] = (),
+    recompute: Recompute = "none",
+    shard: Shard = "none",
+    sequence_parallel: bool = False,
+    machine: str | Machine = "h100",
+    framework: str | Framework = "megatron-core",
+    overlap: Sequence[Hidden] | None = None,
+    name: str = "",
+) -> Job:
+    """Make a whole training job: a language model, the GPUs that share it, and how one step of it runs.
+
+    A model, a machine or a framework is given by its name or as it is; a machine's name may be that of a file. `data`
+    is by default 1, or what the other dimensions leave of `gpus`. An interleaved schedule has 2 `chunks` by default.
+    `overlap` has the kinds of communication that run beside computation, by default the framework's. The rest are
+    fields of `Job` and `Mesh`. Raises `InputError`, with the nearest names, on unknown ones, and as `Job` does.
+    """
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    if data is None:
+        data = 1 if gpus is None else max(1, gpus // max(1, math.prod(sizes.values())))
+    mesh = Mesh(**sizes, data=data, expert=expert, order=tuple(order))
+    if gpus is not None and mesh.workers != gpus:
+        product = " x ".join(f"{one} {getattr(mesh, one)}" for one in DIMENSIONS)
+        raise InputError(f"gpus: {gpus:,} (expected {mesh.workers:,}: {product})")
+    framework = framework_named(framework)
+    if overlap is not None:
+        if unknown := set(overlap) - set(get_args(Hidden)):
+            raise InputError(f"overlap: {min(unknown)!r} (expected {', '.join(get_args(Hidden))}, or none)")
+        framework = replace(framework, hidden=tuple(overlap))
+    return Job(
+        name or model_name(model),
+        model_named(model) if isinstance(model, str) else model,
+        mesh,
+        framework,
+        machine_named(machine),
+        microbatches=microbatches,
+        microbatch=microbatch,
+        schedule=schedule,
+        chunks=(2 if schedule == "interleaved" else 1) if chunks is None else chunks,
+        layers=tuple(layers),
+        recompute=recompute,
+        shard=shard,
+        sequence_parallel=sequence_parallel,
+    )
