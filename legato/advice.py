@@ -9,26 +9,33 @@ How far that prediction is from the measured step says how far to trust the rest
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
+import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.pictures import draw_bars
 from legato.core.plan import Plan
-from legato.core.text import count, percent, shorten
+from legato.core.text import count, html_table, percent, shorten, table
 from legato.core.timeline import Timeline
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Phase, Workload
 from legato.fsdp.table import Comparison, Row, best
 from legato.fsdp.traced import Fit, as_modules, compare_groups
-from legato.ingest.names import GROUPED
+from legato.ingest.jobs import import_jobs
+from legato.ingest.names import GROUPED, Transfers
 from legato.ingest.network import cluster_of, doubt
+from legato.ingest.source import in_folders
 from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure, Sharded, ShardedGroup
-from legato.report.model import TextTable
+from legato.report.model import ModelReport, TextTable
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp
@@ -41,10 +48,12 @@ __all__ = [
     "Prediction",
     "RankTimes",
     "Seconds",
+    "Verdict",
     "advise",
     "asides",
     "changes",
     "headline",
+    "of_traces",
     "times_of",
     "to_try",
     "told",
@@ -125,6 +134,13 @@ class RankTimes(msgspec.Struct, frozen=True):
     late_s: Seconds | None
     host_s: Seconds
     kinds: tuple[KindSeconds, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Where an iteration goes (medians)."""
+        late_s = 0.0 if self.late_s is None else self.late_s.median
+        known = {"computing": self.computation_s.median, "exposed": self.exposed_s.median}
+        return known | {"late ranks": late_s, "host": self.host_s.median}
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -565,6 +581,87 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     if advice.lacking:
         found.append(_no_plan(advice.lacking))
     return (*found, *changed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What traces say: of one job, or of two, before a change and after it, with what `changes` between them."""
+
+    jobs: tuple[Imported, ...]
+    advice: tuple[Advice, ...]
+    changes: tuple[str, ...]
+
+    def said(self) -> Iterator[tuple[Advice, tuple[TextTable | str, ...]]]:
+        """What is told of each job."""
+        for advice in self.advice:
+            yield advice, told(advice, self.changes if advice is self.advice[-1] else ())
+
+    def __str__(self) -> str:
+        """All that `legato advise` prints, in lines of text."""
+        lines: list[str] = []
+        for advice, parts in self.said():
+            for part in parts:
+                lines += [part] if isinstance(part, str) else [part.title, *table(part.heads, part.rows, right=0)]
+            lines += [*to_try(advice), *asides(advice)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, below a picture of where the time of the ranks goes."""
+        shown = []
+        for advice, parts in self.said():
+            bars = [(f"rank {rank.rank}", rank.parts, str(rank.iteration_s)) for rank in _shown(advice.ranks)]
+            shown.append(draw_bars(bars, f"{advice.name}: measured"))
+            for part in parts:
+                if isinstance(part, str):
+                    shown.append(f"<p>{html.escape(part)}</p>")
+                else:
+                    shown.append(f"<p>{html.escape(part.title)}</p>{html_table(part.heads, part.rows, right=0)}")
+            shown += [f"<pre>{html.escape(line)}</pre>" for line in to_try(advice)]
+            shown += [f"<p>{html.escape(line)}</p>" for line in asides(advice)]
+        return "".join(shown)
+
+    def sections(self) -> tuple[ModelReport, ...]:
+        """The sections of a page."""
+        return tuple(
+            ModelReport(
+                advice.name,
+                job.workload,
+                advice.cluster,
+                timelines=advice.timelines or tuple(t for t in [job.timeline] if t is not None),
+                plans=advice.plans,
+                told=tuple(part for part in parts if part != headline(advice)),
+                asides=asides(advice),
+                verdict=headline(advice),
+                code=advice.code,
+                computation=COUNTED,
+            )
+            for job, (advice, parts) in zip(self.jobs, self.said(), strict=True)
+        )
+
+
+def of_traces(
+    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    cluster: Cluster | Callable[[Imported], Cluster | None] | None = None,
+    workers: int | None = None,
+    rank: int | None = None,
+    step: str | None = None,
+    transfer: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verdict:
+    """Tell from traces where the time of a job goes, and what a better plan would win.
+
+    `traces` are those of torch.profiler, one per rank, or their folder, possibly with execution traces; a second trace
+    of a rank is of the job after a change. `cluster` is the network to plan for, by default the traces' own, with
+    `workers` workers. `rank` and `step` are those to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels that
+    legato does not know. `say` is told what is left out. Raises `InputError`, and `FileError` on a file that is wrong.
+    """
+    paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
+    files = in_folders([Path(path) for path in paths], say)
+    jobs = import_jobs(files, rank=rank, step=step, known=Transfers(transfer), progress=progress)
+    found = tuple(advise(job, cluster(job) if callable(cluster) else cluster, workers) for job in jobs)
+    return Verdict(tuple(jobs), found, tuple(changes(*found)) if len(found) == 2 else ())
 
 
 def to_try(advice: Advice) -> list[str]:

@@ -15,8 +15,6 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from legato.advice import Advice
     from legato.ingest.traced import Imported
 
@@ -61,26 +59,30 @@ def advise(
 
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
-    from legato.advice import advise as judge
-    from legato.advice import asides, changes, to_try, told
-    from legato.ingest.jobs import import_jobs
-    from legato.ingest.names import Transfers
-    from legato.ingest.source import in_folders
+    from legato.advice import asides, of_traces, to_try
+    from legato.report.html import write_report
+    from legato.report.model import Report
 
     check_file("output", output, ".html")
-    known = Transfers(transfer or ())
     with progress("reading") as advance:
-        jobs = import_jobs(in_folders(traces, note), rank=rank, step=step, known=known, progress=advance)
-    found = [judge(job, _network(job, network), network.axes.get("workers")) for job in jobs]
-    changed = changes(*found) if len(found) == 2 else []
+        verdict = of_traces(
+            traces,
+            cluster=lambda job: _network(job, network),
+            workers=network.axes.get("workers"),
+            rank=rank,
+            step=step,
+            transfer=transfer or (),
+            say=note,
+            progress=advance,
+        )
     if output is not None:
-        _write(output, jobs, found, changed)
+        write_report(output, Report(verdict.sections()))
     if json:
-        print_json({"jobs": [_summary(advice) for advice in found], "changes": changed})
+        print_json({"jobs": [_summary(advice) for advice in verdict.advice], "changes": verdict.changes})
         return
     note_machine(network.machine())
-    for number, advice in enumerate(found, 1):
-        for part in told(advice, changed if number == len(found) else ()):
+    for advice, parts in verdict.said():
+        for part in parts:
             say(part) if isinstance(part, str) else print_text(part, part.heads[0])
         for line in to_try(advice):
             say(line)
@@ -110,27 +112,3 @@ def _summary(advice: Advice) -> dict[str, Any]:
     drawn = ("plans", "timelines", "comparison")
     found = {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in drawn}
     return found | {"rows": () if advice.comparison is None else advice.comparison.rows}
-
-
-def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
-    from legato.advice import COUNTED, asides, headline, told
-    from legato.report.html import write_report
-    from legato.report.model import ModelReport, Report
-
-    def section(job: Imported, advice: Advice) -> ModelReport:
-        verdict = headline(advice)
-        said = told(advice, changed if advice is found[-1] else ())
-        return ModelReport(
-            advice.name,
-            job.workload,
-            advice.cluster,
-            timelines=advice.timelines or tuple(t for t in [job.timeline] if t is not None),
-            plans=advice.plans,
-            told=tuple(part for part in said if part != verdict),
-            asides=asides(advice),
-            verdict=verdict,
-            code=advice.code,
-            computation=COUNTED,
-        )
-
-    write_report(output, Report(tuple(map(section, jobs, found))))

@@ -118,7 +118,7 @@ def _plan(
     setting += "" if how.wire == "none" else f", gradients in {how.wire.removeprefix('all-')}"
     if timeline is not None:
         files.write(timeline, _beside_baseline(chosen, found, again, {"job": job.name, "network": setting}))
-    rows = [candidate.row() | ({"bound_checked": True} if check_bound else {}) for candidate in found]
+    rows = [candidate.columns | ({"bound_checked": True} if check_bound else {}) for candidate in found]
     if json:
         print_json(rows)
         return

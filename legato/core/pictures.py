@@ -21,6 +21,9 @@ _COLOURS = {
     "pipeline": "#4aa3c7",
     "data": "#1b8a77",
     "optimizer": "#9a4f96",
+    "exposed": "#1b8a77",
+    "late ranks": "#c8553d",
+    "host": "#a3aab3",
     "iteration": "#e08a1e",
 }
 _WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # pixels; a bar is below its name

@@ -109,7 +109,7 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
             cluster=calibration.cluster,
             fit_error=calibration.median_error,
             worst_fit_error=calibration.worst_error,
-            rows=[candidate.row() for candidate in candidates],
+            rows=[candidate.columns for candidate in candidates],
             predicted=[c.timeline for c in candidates if c.plan.carrier == "ddp" or c.plan == plan],
             measured=measured,
             plan=plan,

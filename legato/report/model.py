@@ -91,6 +91,11 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The iteration, as there is nothing to divide it into; nothing for a cell without a result."""
+        return {} if self.iteration_s is None else {"iteration": self.iteration_s}
+
+    @property
     def columns(self) -> dict[str, Any]:
         """The row as `legato sweep --json` prints it, with each axis as a field."""
         parts = (

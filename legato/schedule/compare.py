@@ -14,6 +14,7 @@ from legato.core.cluster import Cluster
 from legato.core.code import installed
 from legato.core.errors import InputError, LegatoError, PlanError, TooLargeError
 from legato.core.plan import Plan, Rounding, Shard
+from legato.core.results import Results
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import GROUP, SERVER_SCHEDULERS, Scheduler, schedule, scheduler_names
@@ -71,7 +72,14 @@ class Candidate(msgspec.Struct, frozen=True):
         """How far the iteration is above the proven lower bound: iteration / bound - 1."""
         return self.iteration_s / self.bound.seconds - 1 if self.bound.seconds > 0 else 0.0
 
-    def row(self) -> dict[str, Any]:
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of an iteration in which a worker computes, and in which it waits."""
+        computing_s = self.timeline.computation_s
+        return {"computing": computing_s, "waiting": max(0.0, self.iteration_s - computing_s)}
+
+    @property
+    def columns(self) -> dict[str, Any]:
         """One row of `legato plan --json`; where messages may be rounded, with the fraction of bytes that are."""
         rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
         return {
@@ -100,7 +108,7 @@ def compare(  # noqa: PLR0913
     wire: Rounding = "none",
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, InputError], object] | None = None,
-) -> list[Candidate]:
+) -> Results[Candidate]:
     """Plan with each scheduler, a name or a function, and predict each plan; a plan takes part as it is.
 
     By default these are all schedulers that fit the cluster.
@@ -126,7 +134,7 @@ def compare(  # noqa: PLR0913
     chosen = list(contestants)
     everyone: list[str | Scheduler | Plan] = chosen or [*scheduler_names(cluster)]
     bounds: dict[PlanKind, Bound] = {}
-    found: list[Candidate] = []
+    found: Results[Candidate] = Results()
     limits = {"collective": collective, "max_message_bytes": max_message_bytes}
     options = {name: value for name, value in limits.items() if value is not None}
     for i, one in enumerate(everyone):

@@ -12,6 +12,7 @@ from legato.core import __version__, files
 from legato.core.axes import NETWORK
 from legato.core.errors import InputError
 from legato.core.job import Job
+from legato.core.results import Results
 from legato.simulator.flow import Network
 from legato.sweep.cell import Outcome, attempt
 from legato.sweep.journal import Journal
@@ -72,7 +73,7 @@ def sweep_jobs(
     jobs: int | None = None,
     backend: str | None = None,
     progress: Callable[[int, int], object] | None = None,
-) -> list[JobRow]:
+) -> Results[JobRow]:
     """Predict the step of every job, by its name, on every combination of networks, whose last axis changes fastest.
 
     `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network.
@@ -89,7 +90,7 @@ def sweep_jobs(
         on_network(job, cell.axes, cell.fidelity)
     done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
     first_s: dict[str, float] = {}
-    rows = []
+    rows: Results[JobRow] = Results()
     for name, cell in cells:
         found = done[cell.key]
         step_s = found.iteration_s

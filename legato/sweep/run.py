@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from legato.core import files
 from legato.core.axes import SERVERS, SWEPT
+from legato.core.results import Results
 from legato.report.model import SweepRow
 from legato.sweep.anomalies import mark_anomalies
 from legato.sweep.cell import Outcome, run_cell
@@ -27,7 +28,7 @@ def sweep(
     jobs: int | None = None,
     backend: str | None = None,
     progress: Callable[[int, int], object] | None = None,
-) -> list[SweepRow]:
+) -> Results[SweepRow]:
     """Simulate every cell of a grid; returns one row per cell, in the grid's order.
 
     Cells in the journal are not run again; each cell that is run is stored in it
@@ -91,7 +92,7 @@ def _run(run: Callable[[C, T], Outcome], todo: tuple[str, tuple[C, T]]) -> tuple
     return key, run(cell, item)
 
 
-def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[SweepRow]:
+def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[SweepRow]:
     label = _labels(grid)
     found = [(cell, done[cell.key]) for cell in cells]
     first = cells[0].fabric, cells[0].scheduler
@@ -120,7 +121,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
                 error=out.error,
             )
         )
-    return mark_anomalies(rows)
+    return Results(mark_anomalies(rows))
 
 
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:

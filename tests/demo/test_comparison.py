@@ -29,7 +29,7 @@ def result(cluster=SLOW, scheduler="legato", slowdown=(1.5, 1.2)):
         cluster=cluster,
         fit_error=0.0,
         worst_fit_error=0.0,
-        rows=[c.row() for c in found.values()],
+        rows=[c.columns for c in found.values()],
         predicted=[found[name].timeline for name in dict.fromkeys(("ddp", scheduler))],
         measured=[
             msgspec.structs.replace(c.timeline, name=name, source="measured", lower_bound_s=None)

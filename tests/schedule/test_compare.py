@@ -20,7 +20,7 @@ def test_rows_are_complete_and_above_the_bound(workload, cluster):
     assert [c.plan.scheduler for c in found] == list(SCHEDULERS)
     for candidate in found:
         assert candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
-        assert candidate.row()["num_messages"] == len(candidate.plan.messages)
+        assert candidate.columns["num_messages"] == len(candidate.plan.messages)
     runnable = [c for c in found if c.runnable]
     assert best(found).runnable and {c.plan.scheduler for c in found} - {"caramel"} <= {
         c.plan.scheduler for c in runnable

@@ -158,7 +158,7 @@ def test_legato_is_the_fastest_and_above_the_bound(workload, cluster):
     check_bounds(found, workload, cluster)
     own = next(c for c in found if c.plan.scheduler == "legato")
     for candidate in found:
-        assert candidate.kind.wire and candidate.row()["rounded"] == candidate.plan.rounded
+        assert candidate.kind.wire and candidate.columns["rounded"] == candidate.plan.rounded
         assert candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
         if candidate.runnable:
             assert own.iteration_s <= candidate.iteration_s * (1 + 2 * TOLERANCE)

@@ -1,0 +1,197 @@
+"""Pages of any values: what each of them shows, and what several of one job show together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from legato.core.axes import NETWORK
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.measurement import Measurement
+from legato.core.plan import Plan
+from legato.core.results import Results
+from legato.core.text import count, percent, shorten
+from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
+from legato.core.workload import Workload
+from legato.report.html import write_report
+from legato.report.model import (
+    BreakdownChart,
+    ModelReport,
+    Report,
+    SchedulerRow,
+    SweepRow,
+    TextTable,
+    are_jobs,
+)
+from legato.schedule.compare import SAME, Candidate, best, better_buckets, compare, stock_buckets
+from legato.sweep.jobs import JobRow
+from legato.whole_jobs.layouts import Layouts
+from legato.whole_jobs.step import Step
+from legato.whole_jobs.told import DRAWN, breakdown, faster, report_of
+
+__all__ = ["Given", "paired", "report", "report_of_nouns"]
+
+Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan, Measurement)
+#: The axes of networks by field.
+_AXES = {axis.field: axis for axis in NETWORK}
+_NOUNS = (Workload, Cluster, Timeline, Plan, Measurement)
+
+
+def report(*values: Any, path: str | os.PathLike[str]) -> None:
+    """Draw values on one self-contained page (.html), or only the figures (.svg, .pdf).
+
+    Workloads, clusters, plans, timelines and measured times are drawn together, as `legato report` does. Steps of whole
+    jobs, layouts, and what `legato.sweep`, `legato.compare` and `legato.advise` return have sections of their own.
+    Raises `InputError` on a value that is none of these, and `FileError`.
+    """
+    nouns = Given([(f"value {k + 1}", value) for k, value in enumerate(values) if isinstance(value, _NOUNS)])
+    models, sweep = [report_of_nouns(nouns)] if nouns.found else [], []
+    for value in values:
+        if isinstance(value, Results) and value and isinstance(value[0], SweepRow):
+            sweep += value
+        elif not isinstance(value, _NOUNS):
+            models += _sections(value)
+    write_report(path, Report(tuple(models), sweep=tuple(sweep)))
+
+
+def _sections(value: Any) -> Sequence[ModelReport]:
+    if isinstance(value, Layouts):
+        return [report_of(value.best[0], value, faster(value.best[0]))]
+    if isinstance(value, Step):
+        return [report_of(value, None, faster(value))]
+    if isinstance(value, Results) and value and isinstance(value[0], Candidate):
+        return [
+            ModelReport(
+                value[0].timeline.job or "schedulers",
+                rows=tuple(SchedulerRow(**one.columns) for one in value),
+                timelines=tuple(one.timeline for one in value),
+                plans=tuple(one.plan for one in value),
+            )
+        ]
+    if isinstance(value, Results) and value:
+        names = list(dict.fromkeys(one.job for one in value))
+        return [_of_job(name, [one for one in value if one.job == name]) for name in names]
+    if callable(made := getattr(value, "sections", None)):
+        return made()
+    raise InputError(
+        f"{type(value).__name__}: nothing to draw (expected a timeline, a workload, or what legato returns)"
+    )
+
+
+def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
+    """What the step of a job consists of on each network."""
+    bars = [
+        breakdown(", ".join(_AXES[field].write(value) for field, value in row.axes.items()) or name, row.parts)
+        for row in rows
+        if row.step_s is not None
+    ]
+    failed = tuple(dict.fromkeys(f"failed: {row.error}" for row in rows if row.error is not None))
+    charts = (BreakdownChart("The step on each network", DRAWN, tuple(bars)),) if bars else ()
+    return ModelReport(name, told=failed or (f"{count(len(bars), 'network')}: predicted",), breakdowns=charts)
+
+
+def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
+    """The section of these nouns. With a workload and a cluster alone, plans are made for it, and `say` is told so."""
+    timelines, measured = found.timelines(), found.one(Measurement)
+    workload, cluster = found.one(Workload), found.one(Cluster)
+    if not timelines and workload is None and measured is None:
+        raise InputError("nothing to draw (expected a timeline, or a workload)")
+    jobs = [workload.name] if workload else [measured.job] if measured else [t.job for t in timelines if t.job]
+    model = ModelReport(
+        ", ".join(dict.fromkeys(jobs)) or timelines[0].name,
+        workload,
+        cluster,
+        timelines=paired(timelines, [plan.scheduler for plan in measured.plans] if measured else ()),
+        plans=tuple(found.of(Plan)),
+        measured=measured,
+        told=_jobs(timelines),
+    )
+    if workload is not None and cluster is not None and not timelines and measured is None:
+        model = _planned(model, workload, cluster, say)
+    return model
+
+
+class Given(NamedTuple):
+    """The nouns for a section, with the names of their files, in the order given."""
+
+    found: Sequence[tuple[str, Any]]
+
+    def of(self, kind: type[Noun]) -> list[Noun]:
+        return [value for _, value in self.found if isinstance(value, kind)]
+
+    def one(self, kind: type[Noun]) -> Noun | None:
+        """The only value of a kind, or None. Raises `InputError` if there are several."""
+        paths = [path for path, value in self.found if isinstance(value, kind)]
+        if len(paths) > 1:
+            raise InputError(f"{paths[0]} and {paths[1]}: two {kind.__name__.lower()}s (expected one at most)")
+        return next(iter(self.of(kind)), None)
+
+    def timelines(self) -> tuple[Timeline, ...]:
+        """The timelines, each after its baseline; those with one name and source get those of their files, too."""
+        given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
+        found = [
+            (path, one)
+            for path, value in given
+            for line in (value.baseline, value)
+            if line is not None
+            for one in line.drawn()
+        ]
+        times = Counter((value.name, value.source) for _, value in found)
+        return tuple(
+            _renamed(value, f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
+            for path, value in found
+        )
+
+
+def _renamed(timeline: Timeline, name: str) -> Timeline:
+    return replace(timeline, name=name, job=name if timeline.job == timeline.name else timeline.job)
+
+
+def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
+    """The table of jobs on one network; none where the timelines are of plans of one job."""
+    rows = [
+        (
+            shorten(t.name, 60),
+            *map(format_seconds, (t.iteration_s, t.computation_s, t.communication_s, t.exposed_comm_s)),
+        )
+        for t in timelines
+    ]
+    whole = any(t.whole for t in timelines)
+    title = f"{count(len(rows), 'GPU')} of one job" if whole else f"{count(len(rows), 'job')} on one network"
+    heads = ("GPU" if whole else "job", "iteration", "computing", "communicating", "exposed")
+    return (TextTable(f"{title}, predicted", heads, tuple(rows)),) if are_jobs(timelines) else ()
+
+
+def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
+    """The timelines, those of one name together, predicted before measured, and those with `first` names first."""
+    names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
+    return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
+
+
+def _planned(model: ModelReport, workload: Workload, cluster: Cluster, say: Callable[[str], object]) -> ModelReport:
+    """The report with plans that are made for it, and a recommendation by their predictions."""
+    ddp, merged, ours = found = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
+    chosen = best(found)
+    if chosen is ddp:
+        advice = f"Stay with DDP: no plan is predicted to be more than {percent(SAME)} faster."
+    else:
+        buckets, stock_s = stock_buckets(merged, workload, cluster)
+        caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, stock_s, buckets)))
+        speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / stock_s
+        with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if caps else ""
+        advice = f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}."
+    made = "planned for this page: ddp, merge-optimal and legato"
+    say(made)
+    return replace(
+        model,
+        rows=tuple(SchedulerRow(**candidate.columns) for candidate in found),
+        timelines=tuple(candidate.timeline for candidate in (ddp, ours)),
+        plans=(*model.plans, ddp.plan, ours.plan),
+        advice=f"{advice} ({made[0].upper()}{made[1:]}.)",
+    )
