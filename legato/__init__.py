@@ -6,7 +6,8 @@
     print(legato.simulate(workload, plan, cluster).iteration_s, legato.lower_bound(workload, cluster).seconds)
     model, optimizer = legato.distribute(DistributedDataParallel(model), optimizer, plan)
 
-Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`.
+Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`; `compare` and `sweep` answer for many at once.
+Whole jobs: `job`, `predict`, `layouts`. Traces: `advise`. Pages and figures of all of these: `report`.
 Train and measure, with PyTorch: `distribute`, `attachment`, `fully_shard`, `parameter_servers`, `capture`, `calibrate`.
 Files: `read`, `write`, `identity`.
 
@@ -34,14 +35,18 @@ from legato.core.wrapping import Group, Wrapping
 if TYPE_CHECKING:  # what `__getattr__` loads, and types
     from typing import Unpack
 
+    from legato.advice import of_traces as advise
     from legato.auto import distribute
     from legato.fsdp.table import ShardingOptions
+    from legato.pages import report
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
     from legato.pytorch.fully_shard import fully_shard
     from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
-    from legato.schedule import PlanOptions
+    from legato.schedule import PlanOptions, Scheduler
     from legato.schedule.bound.lower_bound import Bound, lower_bound
+    from legato.schedule.compare import compare
     from legato.simulator.flow import Fabric
+    from legato.sweeps.anything import sweep
     from legato.whole_jobs.layouts import layouts
     from legato.whole_jobs.step import predict
     from legato.zoo.jobs import job
@@ -72,10 +77,12 @@ __all__ = [
     "Workload",
     "Wrapping",
     "__version__",
+    "advise",
     "attachment",
     "calibrate",
     "capture",
     "check_plan",
+    "compare",
     "distribute",
     "fully_shard",
     "identity",
@@ -86,7 +93,9 @@ __all__ = [
     "plan",
     "predict",
     "read",
+    "report",
     "simulate",
+    "sweep",
     "write",
 ]
 
@@ -100,29 +109,37 @@ _WITH_TORCH = {
     "fully_shard": "legato.pytorch.fully_shard",
     "parameter_servers": "legato.pytorch",
 }
-#: Names that are loaded when they are first used, and where they are defined.
+#: Names that are loaded when they are first used, and where they are defined, if need be under another name.
 _LAZY = {
     "Bound": "legato.schedule.bound.lower_bound",
+    "advise": "legato.advice:of_traces",
+    "compare": "legato.schedule.compare",
     "job": "legato.zoo.jobs",
     "layouts": "legato.whole_jobs.layouts",
     "lower_bound": "legato.schedule.bound.lower_bound",
     "predict": "legato.whole_jobs.step",
+    "report": "legato.pages",
+    "sweep": "legato.sweeps.anything",
     **_WITH_TORCH,
 }
 
 
 @_overload
-def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Unpack[PlanOptions]) -> Plan: ...
+def plan(
+    workload: Workload, cluster: Cluster, scheduler: str | Scheduler = "legato", **options: Unpack[PlanOptions]
+) -> Plan: ...
 @_overload
 def plan(
     workload: Workload, cluster: Cluster, *, shard: Literal["parameters"], **options: Unpack[ShardingOptions]
 ) -> Wrapping: ...
-def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Any) -> Plan | Wrapping:
+def plan(
+    workload: Workload, cluster: Cluster, scheduler: str | Scheduler = "legato", **options: Any
+) -> Plan | Wrapping:
     """Plan the gradient transfers of a workload on a cluster.
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
-    `SERVER_SCHEDULERS` for a cluster with parameter servers; `options` are the scheduler's own keyword arguments.
-    Raises `InputError` on an unknown scheduler or option, and what the scheduler raises.
+    `SERVER_SCHEDULERS` for a cluster with parameter servers, or a function of your own; `options` are the scheduler's
+    own keyword arguments. Raises `InputError` on an unknown scheduler or option, and what the scheduler raises.
 
     With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model that is predicted
     to be within 1% of the fastest. Its options are the fields of `legato.fsdp.table.Sharding`: `memory_bytes`,
@@ -180,7 +197,8 @@ if not TYPE_CHECKING:  # else every misspelt name would have a type
         if name not in _LAZY:
             raise AttributeError(f"module 'legato' has no attribute {name!r}")
         try:
-            found = getattr(importlib.import_module(_LAZY[name]), name)
+            module, _, other = _LAZY[name].partition(":")
+            found = getattr(importlib.import_module(module), other or name)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != "torch":
                 raise

@@ -35,7 +35,7 @@ from legato.ingest.names import GROUPED, Transfers
 from legato.ingest.network import cluster_of, doubt
 from legato.ingest.source import in_folders
 from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure, Sharded, ShardedGroup
-from legato.report.model import ModelReport, TextTable
+from legato.reports.model import ModelReport, TextTable
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp

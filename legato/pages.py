@@ -19,8 +19,8 @@ from legato.core.text import count, percent, shorten
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.report.html import write_report
-from legato.report.model import (
+from legato.reports.html import write_report
+from legato.reports.model import (
     BreakdownChart,
     ModelReport,
     Report,
@@ -30,7 +30,7 @@ from legato.report.model import (
     are_jobs,
 )
 from legato.schedule.compare import SAME, Candidate, best, better_buckets, compare, stock_buckets
-from legato.sweep.jobs import JobRow
+from legato.sweeps.jobs import JobRow
 from legato.whole_jobs.layouts import Layouts
 from legato.whole_jobs.step import Step
 from legato.whole_jobs.told import DRAWN, breakdown, faster, report_of
@@ -47,7 +47,7 @@ def report(*values: Any, path: str | os.PathLike[str]) -> None:
     """Draw values on one self-contained page (.html), or only the figures (.svg, .pdf).
 
     Workloads, clusters, plans, timelines and measured times are drawn together, as `legato report` does. Steps of whole
-    jobs, layouts, and what `legato.sweep`, `legato.compare` and `legato.advise` return have sections of their own.
+    jobs, layouts, and what `legato.sweeps`, `legato.compare` and `legato.advise` return have sections of their own.
     Raises `InputError` on a value that is none of these, and `FileError`.
     """
     nouns = Given([(f"value {k + 1}", value) for k, value in enumerate(values) if isinstance(value, _NOUNS)])

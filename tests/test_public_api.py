@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import legato
+from legato.core.axes import NETWORK
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS, PlanOptions
 from legato.schedule.published.ddp import ddp
 from legato.simulator.flow import FABRICS, Network, simulate_flow
+from legato.sweeps.anything import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_TORCH = "import sys\nsys.modules['torch'] = None\nimport importlib.util as u\nfind = u.find_spec\n"
@@ -45,6 +47,10 @@ assert not modules & set(legato.__all__)
 assert set(legato.__all__) <= set(dir(legato))
 """
     assert run(code).strip() == "[]"
+
+
+def test_the_axes_of_a_sweep_are_those_of_networks():
+    assert list(Axes.__annotations__) == [axis.field for axis in NETWORK]
 
 
 def test_without_torch_everything_else_is_there():
@@ -131,6 +137,9 @@ from typing import Any, assert_type
 import legato
 from legato import *
 
+def own(job: legato.Workload, cluster: legato.Cluster) -> legato.Plan:
+    return legato.plan(job, cluster)
+
 def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: Any) -> None:
     plan = legato.plan(legato.read("w.json"), legato.read("c.json"), "ddp", bucket_bytes=1, shard="optimizer")
     legato.plan(job, cluster, shrad="optimizer")  # pyrefly: ignore[no-matching-overload]
@@ -146,6 +155,13 @@ def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: 
     assert_type(whole, legato.Job)
     assert_type(legato.predict(whole).seconds, float)
     assert_type(legato.layouts("llama-3-70b", gpus=64, batch=64).number, int)
+    assert_type(legato.sweep(job, bandwidth_bps=[1e9, 2e9], scheduler="ddp")[0].workload, str)
+    assert_type(legato.sweep(whole, bandwidth_bps=1e9)[0].tokens_per_s, float | None)
+    legato.sweep(job, bandwith_bps=1e9)  # pyrefly: ignore[no-matching-overload]
+    assert_type(legato.compare(job, cluster, ["ddp", own, plan])[0].iteration_s, float)
+    assert_type(legato.plan(job, cluster, own), legato.Plan)
+    assert_type(str(legato.advise("traces")), str)
+    legato.report(whole, plan, path="page.html")
     legato.job("llama-3-70b", tensr=8)  # pyrefly: ignore[unexpected-keyword]
     legato.distribute(model, optimizer, plan)[0].no_sync()
     parameter_servers(model, optimizer, lambda m, o: None, nothing_like_it=1)  # pyrefly: ignore[unexpected-keyword]

@@ -60,8 +60,8 @@ def advise(
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
     from legato.advice import asides, of_traces, to_try
-    from legato.report.html import write_report
-    from legato.report.model import Report
+    from legato.reports.html import write_report
+    from legato.reports.model import Report
 
     check_file("output", output, ".html")
     with progress("reading") as advance:

@@ -141,7 +141,7 @@ def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
 def _show(result: object) -> None:
     from legato import demo as job
     from legato.demo.result import ModelResult
-    from legato.report.schedulers import best_of, entries
+    from legato.reports.schedulers import best_of, entries
 
     assert isinstance(result, ModelResult)
     best = best_of(entries(job.report_of(result, "")))

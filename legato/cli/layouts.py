@@ -113,8 +113,8 @@ def _show(best: Step, found: Layouts | None, how: Shown) -> None:
 
     better, report = faster(best), how.report
     if report is not None:
-        from legato.report.html import write_report
-        from legato.report.model import Report
+        from legato.reports.html import write_report
+        from legato.reports.model import Report
 
         write_report(report, Report((report_of(best, found, better),)))
     if how.json:

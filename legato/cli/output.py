@@ -25,7 +25,7 @@ from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.report.model import TextTable
+    from legato.reports.model import TextTable
     from legato.simulator.flow import Disturbance
 
 __all__ = [

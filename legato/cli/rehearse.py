@@ -213,8 +213,8 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
     """Print what was measured on a network (in words), and write the same to the folder and the page, if any."""
-    from legato.report.model import Report, save
-    from legato.report.schedulers import best_of, entries, headline
+    from legato.reports.model import Report, save
+    from legato.reports.schedulers import best_of, entries, headline
 
     report = found.report(network)
     table = entries(report)
@@ -234,7 +234,7 @@ def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> 
         shown = f"legato report {results.output} -o report.html shows them"
         note(f"all of this and the timelines -> {results.output} ({shown})")
     if results.report is not None:
-        from legato.report.html import write_report
+        from legato.reports.html import write_report
 
         write_report(results.report, Report((report,)))
         note(f"report -> {results.report}")

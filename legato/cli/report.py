@@ -45,8 +45,8 @@ def report(
     Example: [bold]legato report DIR -o report.html[/]
     """
     from legato.pages import report_of_nouns
-    from legato.report.html import write_report
-    from legato.report.model import Report
+    from legato.reports.html import write_report
+    from legato.reports.model import Report
 
     found = _read(inputs or [], output)
     write_report(output, Report((report_of_nouns(found, note),)))
@@ -126,7 +126,7 @@ def _refuse(output: Path, options: Mapping[str, object]) -> None:
 
 def _write_perfetto(timelines: Sequence[Timeline], output: Path, workload: Workload | None) -> None:
     from legato.pages import paired
-    from legato.report.perfetto import write_perfetto
+    from legato.reports.perfetto import write_perfetto
 
     if not timelines:
         raise InputError("no timelines given (expected one T.json or more)")

@@ -19,10 +19,10 @@ from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
 from legato.demo.result import ModelResult, ServerResult, measured_names
-from legato.report.doubts import doubts
-from legato.report.html import write_report
-from legato.report.model import ModelReport, Report, SchedulerRow, save
-from legato.report.perfetto import write_perfetto
+from legato.reports.doubts import doubts
+from legato.reports.html import write_report
+from legato.reports.model import ModelReport, Report, SchedulerRow, save
+from legato.reports.perfetto import write_perfetto
 from legato.schedule.compare import SAME, better_buckets
 from legato.testbed.launch import Advance, run_workers
 

@@ -25,7 +25,7 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 from legato.fsdp.planner import by_unit, every, fastest
 from legato.fsdp.rules import Step, program_of, run
 from legato.fsdp.units import Precision, Unit, units_of
-from legato.report.model import MemoryPoint, ModelReport, TextTable
+from legato.reports.model import MemoryPoint, ModelReport, TextTable
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
 
@@ -241,7 +241,7 @@ def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding
     return program_of(units, wrapping, costs, table.precision, per_host=gpus, update_s=update_s)
 
 
-def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **options: Any) -> Wrapping:
+def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: object, **options: Any) -> Wrapping:
     """`legato.plan(..., shard="parameters")`. Raises `InputError` on an unknown option, and what `compare` raises."""
     options.pop("shard")
     if scheduler != "legato":

@@ -27,8 +27,8 @@ from legato.core.text import count
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.report.doubts import doubts
-from legato.report.model import ModelReport
+from legato.reports.doubts import doubts
+from legato.reports.model import ModelReport
 from legato.schedule import SCHEDULERS
 from legato.schedule.search.rounding import check_rounding
 from legato.testbed.launch import Advance, run_workers

@@ -14,7 +14,7 @@ from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedu
 from legato.core.pictures import draw_bars
 from legato.core.text import html_table, percent, table
 from legato.core.units import format_bytes, format_seconds
-from legato.report.model import TextTable
+from legato.reports.model import TextTable
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict, waits
 from legato.zoo.jobs import model_name

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from legato.core.job import Job
 from legato.core.units import format_bytes, format_seconds
-from legato.report.model import Breakdown, BreakdownChart, ModelReport, TextTable
+from legato.reports.model import Breakdown, BreakdownChart, ModelReport, TextTable
 from legato.whole_jobs.layouts import Layouts, machines, schedule_of, title_of
 from legato.whole_jobs.step import Step, predict, waits
 from legato.zoo.presets import MACHINES

@@ -12,7 +12,7 @@ from legato.cli.commands import app
 from legato.core.axes import FABRIC, NETWORK, SERVERS, SWEPT
 from legato.core.quantities import parse_seconds
 from legato.simulator.flow import FABRICS, Network
-from legato.sweep.grid import network_of
+from legato.sweeps.grid import network_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: They make something else of the network than a field with their name.

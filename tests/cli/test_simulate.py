@@ -58,7 +58,7 @@ def test_a_sharded_plan_is_simulated_as_such_or_refused(capsys, tmp_path):
 
 
 def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys, workload, monkeypatch):
-    from legato.sweep import cell
+    from legato.sweeps import cell
 
     simulated, simulate_flow = [], cell.simulate_flow
 
@@ -90,7 +90,7 @@ def test_a_timeline_says_for_how_many_workers_it_is(capsys, workload, tmp_path):
 
 
 def test_all_fabrics_are_checked_before_the_first_is_simulated(capsys, workload, monkeypatch):
-    from legato.sweep import cell
+    from legato.sweeps import cell
 
     monkeypatch.setattr(cell, "simulate_flow", None)
     status, out, err = run(capsys, "simulate", workload, "--workers", 2**20, "--message-bytes", "100KiB")

@@ -179,7 +179,7 @@ def test_what_failed_is_said(capsys, workload):
     ],
 )
 def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, words):
-    monkeypatch.setattr("legato.sweep.parallel._CONNECT_S", 0.5)
+    monkeypatch.setattr("legato.sweeps.parallel._CONNECT_S", 0.5)
     status, out, err = run(capsys, "sweep", workload, *arguments)
     assert (status, out) == (2, "")
     assert len(err.strip().splitlines()) == 1 and words in err

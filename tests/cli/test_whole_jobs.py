@@ -9,7 +9,7 @@ from support.command import run
 
 import legato
 from legato.core.job import Job
-from legato.report.breakdowns import PARTS
+from legato.reports.breakdowns import PARTS
 from legato.whole_jobs.cost import COMPUTING, KINDS
 from legato.whole_jobs.flow import simulation
 from legato.whole_jobs.flow.step import network_of

@@ -11,7 +11,7 @@ from legato.cli.demo import _show as show
 from legato.core.cluster import Cluster
 from legato.core.units import format_seconds
 from legato.demo.result import ModelResult, measured_names
-from legato.report.doubts import doubts
+from legato.reports.doubts import doubts
 from legato.schedule.compare import compare
 from legato.testbed import hosts
 

@@ -75,6 +75,8 @@ def test_every_noun_shows_itself_without_a_script():
     nouns = [job, cluster, plan, legato.simulate(job, plan, cluster), legato.lower_bound(job, cluster), whole]
     nouns += [legato.predict(whole), legato.layouts("llama-3-8b", gpus=8, batch=8, number=2)]
     nouns.append(legato.Wrapping("blocks", tuple(legato.Group((f"h.{k}",)) for k in range(40)), micro_batches=2))
+    nouns.append(legato.compare(job, cluster, ["ddp", "fifo", plan]))
+    nouns += [legato.sweep(one, bandwidth_bps=[1e9, 2e9], fidelity="formulas", jobs=1) for one in (job, whole)]
     for noun in nouns:
         shown = noun._repr_html_()
         assert len(shown) < 200_000 and "<script" not in shown and shown.startswith("<")

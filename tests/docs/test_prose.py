@@ -22,7 +22,7 @@ NOT_YET = (
     *("README.md", "CHANGELOG.md", "docs/collectives.md", "docs/commands.md", "docs/design.md", "docs/extending.md"),
     *("docs/fully_sharded.md", "docs/language_models.md", "docs/traces.md", "docs/whole_jobs.md"),
     *("legato/advice.py", "legato/auto.py", "legato/cli/", "legato/collectives/", "legato/core/", "legato/demo/"),
-    *("legato/fsdp/", "legato/ingest/", "legato/integrations/", "legato/simulator/", "legato/sweep/"),
+    *("legato/fsdp/", "legato/ingest/", "legato/integrations/", "legato/simulator/", "legato/sweeps/"),
     *("legato/whole_jobs/", "legato/zoo/"),
 )
 #: Comments, docstrings and other text; since Python 3.12, f-strings have a token of their own.

@@ -11,7 +11,7 @@ from legato.schedule.compare import compare
 from legato.schedule.published.baselines import fifo
 from legato.simulator.flow import Network, simulate_flow
 from legato.simulator.flow.fabrics.ring import WholeRing
-from legato.sweep import Grid, sweep
+from legato.sweeps import Grid, sweep
 
 JOB = legato.Workload(
     "toy",

@@ -9,7 +9,7 @@ from legato.core.cluster import Cluster
 from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
-from legato.report.model import Breakdown, BreakdownChart, ModelReport, Report, SchedulerRow, SweepRow, TextTable
+from legato.reports.model import Breakdown, BreakdownChart, ModelReport, Report, SchedulerRow, SweepRow, TextTable
 
 CLUSTER = Cluster.derive(8, 10e9, 30e-6)
 

@@ -25,8 +25,8 @@ from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import ModelReport, Report, TextTable
-    from legato.sweep import JobRow
+    from legato.reports.model import ModelReport, Report, TextTable
+    from legato.sweeps import JobRow
 
 __all__ = [
     "Layout",
@@ -162,7 +162,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Print what a step of the job consists of, and the same undisturbed if the network is disturbed."""
-    from legato.sweep.jobs import on_network, step_on
+    from legato.sweeps.jobs import on_network, step_on
     from legato.whole_jobs.told import caveats
 
     keep_apart(paths, output=output)
@@ -203,7 +203,7 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Predict the step of every job on every network, and write the rows where the options say, or print them."""
-    from legato.sweep import sweep_jobs
+    from legato.sweeps import sweep_jobs
 
     by = fidelity_of(fidelity, "flows")
     written.check(paths, ".csv", ".html")
@@ -229,7 +229,7 @@ def _show(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> None:
 
 
 def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Report:
-    from legato.report.model import Report
+    from legato.reports.model import Report
 
     mine = {name: [row for row in rows if row.job == name] for name in jobs}
     return Report(tuple(_page(job, mine[name], same) for name, job in jobs.items()))
@@ -264,7 +264,7 @@ def _same(rows: Sequence[JobRow]) -> str:
 
 
 def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
-    from legato.report.model import TextTable
+    from legato.reports.model import TextTable
 
     heads = (
         *(["job"] if named else []),
@@ -294,7 +294,7 @@ def _failed(rows: Sequence[JobRow]) -> list[str]:
 
 def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
     """Of one job: what its step consists of on each network, drawn, and the table."""
-    from legato.report.model import BreakdownChart, ModelReport
+    from legato.reports.model import BreakdownChart, ModelReport
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import DRAWN, breakdown, caveats
 

@@ -23,8 +23,8 @@ from legato.core.errors import InputError
 from legato.core.text import count
 
 if TYPE_CHECKING:
-    from legato.report.model import Report
-    from legato.sweep.table import Row
+    from legato.reports.model import Report
+    from legato.sweeps.table import Row
 
 __all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
 
@@ -69,9 +69,9 @@ class Running:
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
-        """How cells are run, as functions of `legato.sweep` take it: with a journal beside the file to be `kept`."""
-        from legato.sweep.journal import Journal, journal_of
-        from legato.sweep.parallel import check_backend
+        """How cells are run, as functions of `legato.sweeps` take it: with a journal beside the file to be `kept`."""
+        from legato.sweeps.journal import Journal, journal_of
+        from legato.sweeps.parallel import check_backend
 
         check_backend(self.backend)
         journal = None
@@ -112,8 +112,8 @@ class Written:
 
     def rows(self, rows: Sequence[Row], report: Callable[[], Report], show: Callable[[], None], json: bool) -> None:
         """Write the rows, or a report that draws them, and print them as JSON, or as `show` does."""
-        from legato.report.html import write_report
-        from legato.sweep import write_rows
+        from legato.reports.html import write_report
+        from legato.sweeps import write_rows
 
         for path in self.paths:
             if path.suffix == ".html":

@@ -206,7 +206,7 @@ def _check_links(fidelity: str | None) -> None:
 def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
     """The network of these values on its axes, with room for jobs of so many workers."""
     from legato.simulator.flow.shared.placement import num_hosts
-    from legato.sweep.grid import network_of
+    from legato.sweeps.grid import network_of
 
     in_a_host = max(1, values["gpus_per_host"])  # less is refused by the network
     return network_of(values | {"workers": in_a_host * num_hosts(workers, how.how, in_a_host), "servers": 1})
@@ -242,7 +242,7 @@ def _jobs(
     from legato.simulator.flow import SharedJob, place
     from legato.simulator.flow.fabrics import check_options, fitting, label
     from legato.simulator.flow.iterations.run import check_flow_plan
-    from legato.sweep.cell import plan_for
+    from legato.sweeps.cell import plan_for
 
     count, titles = len(workloads), [one.name for one in workloads]
     names = one_each("fabric", what.fabric, count, fabric_of, "")

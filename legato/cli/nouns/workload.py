@@ -40,12 +40,12 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.report.model import SweepRow
+    from legato.reports.model import SweepRow
     from legato.schedule import Scheduler
     from legato.simulator.flow import FlowResult, Network
     from legato.simulator.flow.fabrics.protocol import Fabric
-    from legato.sweep import Grid
-    from legato.sweep.cell import Simulation
+    from legato.sweeps import Grid
+    from legato.sweeps.cell import Simulation
 
 __all__ = ["simulate", "sweep"]
 
@@ -66,8 +66,8 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Simulate one network, and print a row for each fabric."""
-    from legato.sweep.cell import Simulation
-    from legato.sweep.grid import network_of
+    from legato.sweeps.cell import Simulation
+    from legato.sweeps.grid import network_of
 
     what.check()
     keep_apart([*paths, *([] if what.plan is None else [what.plan]), *given.files], output=output)
@@ -130,7 +130,7 @@ def _plans(
     chosen: dict[str, Fabric], job: Workload, by: Plan | str | Scheduler, network: Network, *, leave_out: bool
 ) -> dict[str, Plan]:
     """The plan for each fabric: a plan, or a scheduler's. With `leave_out`, fabrics without one are left out."""
-    from legato.sweep.cell import plan_for
+    from legato.sweeps.cell import plan_for
 
     plans = {}
     for name, fabric in chosen.items():
@@ -228,10 +228,10 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, and write the rows, or print them."""
-    from legato.report.model import Report
-    from legato.sweep import Grid
-    from legato.sweep import sweep as sweep_grid
-    from legato.sweep.grid import fabric_names
+    from legato.reports.model import Report
+    from legato.sweeps import Grid
+    from legato.sweeps import sweep as sweep_grid
+    from legato.sweeps.grid import fabric_names
 
     written.check(paths, ".parquet", ".csv", ".html")
     fidelity = fidelity_of(cells.fidelity, "transfers")
@@ -258,7 +258,7 @@ class _Column(NamedTuple):
 
 def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
     """The columns of the table, of which those are shown that tell rows apart."""
-    from legato.report.sweeps import over
+    from legato.reports.sweeps import over
 
     def of(axis: Axis) -> _Column:
         return _Column(axis.column, lambda row: axis.write(row.axes[axis.field]), type(axis.usual) is str)
@@ -285,7 +285,7 @@ def _is_shown(head: str, texts: set[str]) -> bool:
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
     """What all cells have in common, in words: the machines and links, and of the rest what is not as usual."""
     from legato.simulator.flow.fabrics import fitting
-    from legato.sweep.grid import PLAIN
+    from legato.sweeps.grid import PLAIN
 
     def only(name: str) -> list[str]:
         names = {getattr(row, name) for row in rows}

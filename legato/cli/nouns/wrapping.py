@@ -81,8 +81,8 @@ def plan(
 ) -> None:
     """Print the table, and write the wrapping that is taken, and its timeline, to files."""
     from legato.fsdp.table import compare, program_of_wrapping
-    from legato.report.html import write_report
-    from legato.report.model import Report
+    from legato.reports.html import write_report
+    from legato.reports.model import Report
 
     keep_apart([path, *network.files], output=output, timeline=timeline, report=how.report, program=how.program)
     machines, job = kinds.machines(network), files.read(path, Workload)

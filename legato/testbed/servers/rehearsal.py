@@ -20,8 +20,8 @@ from legato.core.text import count
 from legato.core.timeline import Timeline, overlap_coefficient
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.report.doubts import doubts
-from legato.report.model import ModelReport
+from legato.reports.doubts import doubts
+from legato.reports.model import ModelReport
 from legato.schedule import SERVER_SCHEDULERS
 from legato.testbed.launch import Advance
 from legato.testbed.rehearsal import check_task, run_task

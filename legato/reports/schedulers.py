@@ -1,0 +1,308 @@
+"""The schedulers of a report side by side: the table of one workload, its headline, and the table of all workloads.
+
+[Note: one kind of time] Predicted times are compared with predicted ones and
+measured times with measured ones, and every head and sentence says which they are.
+A measured time is the median of many iterations; a measured timeline is one of them,
+which says nothing about which plan is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from legato.core.measurement import MeasuredPlan
+from legato.core.text import percent
+from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
+from legato.reports.idle import drawn_worker
+from legato.reports.model import ModelReport, SchedulerRow
+from legato.reports.tables import factor, seconds_cell, share_cell, table_cell, table_of
+
+__all__ = ["Entry", "Kind", "best_of", "bound_sentence", "entries", "headline", "overview", "scheduler_table"]
+
+#: Iteration times that differ by less than this share count as equal.
+_SAME = 0.005
+#: What the others are compared with, by the names of their schedulers: DDP or, of orders of pulls, the random one.
+BASELINES = {"ddp": "DDP", "random": "the random order"}
+_HELP = {
+    "predicted": "The iteration time that the simulator predicts.",
+    "measured": "The iteration time of a real run: the median of its timed iterations.",
+    "quartiles": "A quarter of the timed iterations took less than the first time, a quarter more than the second.",
+    "one iteration": "The time of the one measured iteration that is drawn. Others took more or less time.",
+    "prediction error": "How much the prediction is above (+) or below (-) the measured time.",
+    "predicted over DDP": "DDP's predicted iteration time over the predicted one of this plan.",
+    "measured over DDP": "DDP's measured iteration time over the measured one of this plan.",
+    "predicted above bound": "How far the predicted iteration time is above a bound that no plan with such messages "
+    "can beat.",
+    "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
+    "overlap": "The time in which communication and computation both run, over the lesser of the two: 100% when the "
+    "shorter one is hidden behind the longer one.",
+    "utilization": "The share of the iteration in which the worker computes.",
+    "planning time": "The time that planning took.",
+}
+
+
+Kind = Literal["measured", "one iteration", "predicted"]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One line of the table: seconds, and shares of 1; None is unknown.
+
+    `measured_s` is a median, `one_s` the time of the measured iteration that is drawn. `gap` is the predicted
+    time's. `overlap` and `utilization` are the predicted iteration's or, without one, the measured one's.
+    `exposed` holds the share of exposed communication, by the source of the timeline.
+    `rounded` is the share of the bytes in a wire format, where any plan of the table has some.
+    """
+
+    scheduler: str
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    quartiles_s: tuple[float, float] | None = None
+    one_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    overlap: float | None = None
+    utilization: float | None = None
+    num_messages: int | None = None
+    plan_s: float | None = None
+    exposed: dict[str, float] = {}
+    rounded: float | None = None
+
+    def seconds(self, kind: Kind) -> float | None:
+        """The iteration time of this kind."""
+        return {"measured": self.measured_s, "one iteration": self.one_s, "predicted": self.predicted_s}[kind]
+
+
+def entries(model: ModelReport) -> list[Entry]:
+    """The lines of a workload's table: of all plans that were measured, that have a row, or that have a timeline."""
+    measured = {plan.scheduler: plan for plan in model.measured.plans} if model.measured else {}
+    rows = {row.scheduler: row for row in model.rows}
+    drawn: dict[str, dict[str, Timeline]] = {}
+    for timeline in model.timelines:
+        drawn.setdefault(timeline.name, {}).setdefault(timeline.source, timeline)
+    rounds = any(row.rounded for row in model.rows)
+    return [
+        _entry(name, measured.get(name), rows.get(name), drawn.get(name, {}), rounds)
+        for name in dict.fromkeys([*measured, *rows, *drawn])
+    ]
+
+
+def _entry(
+    name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline], rounds: bool
+) -> Entry:
+    """One line from all that is known of a plan; what was measured is what was said when it was measured."""
+    known, told = _told_by(drawn), row or plan
+    if plan:
+        known |= {"measured_s": plan.measured_s, "quartiles_s": plan.quartiles_s, "num_messages": plan.num_messages}
+        if plan.predicted_s is not None:
+            known["predicted_s"] = plan.predicted_s
+    if row:
+        known |= {"predicted_s": row.iteration_s, "overlap": row.overlap, "utilization": row.utilization}
+        known |= {"num_messages": row.num_messages, "plan_s": row.plan_s}
+    bounds = (told.lower_bound_s if told else None), *(timeline.lower_bound_s for timeline in drawn.values())
+    bound, seconds = next(filter(None, bounds), None), known.get("predicted_s")
+    return Entry(
+        name,
+        lower_bound_s=bound,
+        gap=seconds / bound - 1 if bound and seconds is not None else None,
+        rounded=plan.rounded if plan else row.rounded if row and rounds else None,
+        **known,
+    )
+
+
+def _told_by(drawn: dict[str, Timeline]) -> dict[str, Any]:
+    """The fields of an entry that timelines tell, by their sources."""
+    exposed = {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0}
+    known: dict[str, Any] = {"exposed": exposed}
+    for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # of both, the prediction counts
+        if timeline := drawn.get(source):
+            known |= {field: timeline.iteration_s, "overlap": timeline.overlap, "utilization": timeline.utilization}
+            known["num_messages"] = _messages(timeline)
+    return known
+
+
+def _messages(timeline: Timeline) -> int:
+    worker = drawn_worker(timeline)
+    return sum(s.kind == "message" and s.worker == worker for s in timeline.spans)
+
+
+def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
+    """Return what the page says first: measured times, else single measured iterations, else predictions."""
+    kinds: tuple[Kind, ...] = ("measured", "one iteration", "predicted")
+    for kind in kinds:
+        if found := [e for e in table if e.seconds(kind) is not None]:
+            return kind, found
+    return "predicted", []
+
+
+def best_of(table: Sequence[Entry]) -> Entry | None:
+    """The entry that is taken: of those within half a per cent of the fastest, DDP, else the fewest messages.
+
+    Of those that round different shares of the bytes, only those count that round least, to within half a per cent.
+    None where nothing but single measured iterations, or nothing at all, says what is fastest.
+    """
+    kind, seen = _comparable(table)
+    if kind == "one iteration" or not seen:
+        return None
+    fastest = min(_seconds(e, kind) for e in seen)
+    as_fast = [e for e in seen if _seconds(e, kind) <= fastest * (1 + _SAME)]
+    least = min(e.rounded or 0.0 for e in as_fast)
+    as_fast = [e for e in as_fast if (e.rounded or 0.0) <= least + _SAME]
+    return min(as_fast, key=lambda e: (e.scheduler not in BASELINES, e.num_messages or 0, _seconds(e, kind)))
+
+
+def _seconds(entry: Entry, kind: Kind) -> float:
+    return entry.seconds(kind) or 0.0
+
+
+def _baseline(table: Sequence[Entry]) -> Entry | None:
+    """The entry with which the others are compared: DDP or, of orders of pulls, the random one."""
+    return next((e for name in BASELINES for e in table if e.scheduler == name), None)
+
+
+def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
+    """Say how long an iteration takes and what the best plan gains, as pieces of (text, bold?).
+
+    Empty without a table. If anything was measured, only measured times are compared, and single iterations never
+    are. A timeline may have the name of the job instead of a scheduler's.
+    """
+    kind, seen = _comparable(table)
+    if not seen:
+        return []
+    best, base = best_of(table), _baseline(seen)
+    now = base or best or seen[0]
+    under = "" if now.scheduler == job else f" under {_shown_name(now)}"
+    time = format_seconds(_seconds(now, kind))
+    exposed = now.exposed.get("predicted" if kind == "predicted" else "measured")
+    share = [] if exposed is None else [(percent(exposed), True), (" of it exposed communication", False)]
+    if kind == "one iteration":
+        words = [("One measured iteration took ", False), (time, True), (under, False)]
+        return [*words, *([(", ", False), *share] if share else []), (".", False)]
+    words = [("An iteration takes ", False), (time, True), (f"{under} ({kind})", False)]
+    if kind == "predicted" and share:
+        words += [(", ", False), *share]
+    if best is not None and _seconds(now, kind) > _seconds(best, kind) * (1 + _SAME):
+        words += [("; ", False), (best.scheduler, True), (" is ", False), (f"{_times(now, best, kind)} as fast", True)]
+    elif base is not None and len(seen) > 1:
+        words += [("; ", False), (f"no other plan is more than {percent(_SAME)} faster", True)]
+    return [*words, (".", False)]
+
+
+def _shown_name(entry: Entry) -> str:
+    return BASELINES.get(entry.scheduler, entry.scheduler)
+
+
+def bound_sentence(table: Sequence[Entry]) -> str:
+    """How close the best plan's prediction is to the bound; "" if that is unknown."""
+    best = best_of(table)
+    if best is None or best.gap is None:
+        return ""
+    if best.gap < 0.0005:
+        return (
+            f"No plan is predicted to be faster than {_shown_name(best)}: its prediction is at the proven lower bound."
+        )
+    return f"The prediction for {_shown_name(best)} is {percent(best.gap)} above the proven lower bound."
+
+
+def _times(slow: Entry, fast: Entry, kind: Kind) -> str:
+    seconds = slow.seconds(kind), fast.seconds(kind)
+    return factor(seconds[0] / seconds[1]) if seconds[0] and seconds[1] else "infinitely"
+
+
+def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
+    """The table of one workload for the template; columns in which nothing is known are left out.
+
+    It is sorted by measured times if all schedulers were measured, else by predicted ones.
+    """
+    best = best_of(table)
+    order: Kind = "measured" if all(e.measured_s is not None for e in table) else "predicted"
+    table = sorted(
+        table,
+        key=lambda e: (e.seconds(order) is None, e.seconds(order) or e.measured_s or e.one_s or 0.0, e is not best),
+    )
+    basis: Kind = "predicted" if any(e.predicted_s is not None for e in table) else "one iteration"
+    of_basis = "predicted {}" if basis == "predicted" else "{} of one iteration"
+
+    def column(name: str, cell: Callable[[Entry], dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return name, [cell(e) for e in table]
+
+    def based(share: float | None, e: Entry) -> dict[str, Any]:
+        return share_cell(None if e.seconds(basis) is None else share)
+
+    columns = [
+        column("scheduler", lambda e: table_cell(e.scheduler, e.scheduler)),
+        *_time_columns(table),
+        column("predicted above bound", lambda e: share_cell(e.gap, signed=True)),
+        column("rounded", lambda e: share_cell(e.rounded)),
+        column(of_basis.format("overlap"), lambda e: based(e.overlap, e)),
+        column(of_basis.format("utilization"), lambda e: based(e.utilization, e)),
+        column(
+            "messages", lambda e: table_cell("" if e.num_messages is None else f"{e.num_messages:,}", e.num_messages)
+        ),
+        column("planning time", lambda e: seconds_cell(e.plan_s)),
+    ]
+    help = _HELP | {of_basis.format(name): _HELP[name] for name in ("overlap", "utilization")}
+    return table_of(columns, help, order, None if best is None else table.index(best))
+
+
+def _time_columns(table: Sequence[Entry]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The times of all kinds, the medians with quartiles and speedup, the predictions with speedup and error."""
+    measured = [e.measured_s for e in table]
+    one = [e.one_s if e.measured_s is None else None for e in table]
+    predicted = [e.predicted_s for e in table]
+    longest = max((s for s in [*measured, *one, *predicted] if s is not None), default=0.0) or 1.0
+    return [
+        ("measured", [seconds_cell(s, longest) for s in measured]),
+        ("quartiles", [_quartiles_cell(e) for e in table]),
+        _speedups("measured", table),
+        ("one iteration", [seconds_cell(s, longest) for s in one]),
+        ("predicted", [seconds_cell(s, longest) for s in predicted]),
+        _speedups("predicted", table),
+        ("prediction error", [_error_cell(e) for e in table]),
+    ]
+
+
+def _quartiles_cell(e: Entry) -> dict[str, Any]:
+    if e.quartiles_s is None:
+        return table_cell("", None)
+    low, high = e.quartiles_s
+    return table_cell(f"{format_seconds(low)} to {format_seconds(high)}", high - low)
+
+
+def _error_cell(e: Entry) -> dict[str, Any]:
+    off = e.predicted_s / e.measured_s - 1 if e.predicted_s is not None and e.measured_s else None
+    return table_cell("" if off is None else percent(off, signed=True), None if off is None else abs(off))
+
+
+def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, Any]]]:
+    base = _baseline(table)
+    name = "DDP" if base is None else _shown_name(base).removeprefix("the ")
+    speedups = (_speedup(table, e, kind) for e in table)
+    return f"{kind} over {name}", [table_cell(factor(x), x) for x in speedups]
+
+
+def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
+    """Return how many times as fast as the baseline, by times of one kind; None in a table of one."""
+    base, own = _baseline(table) if len(table) > 1 else None, e.seconds(kind)
+    base_s = None if base is None else base.seconds(kind)
+    return base_s / own if base_s is not None and own else None
+
+
+def overview(models: Sequence[ModelReport]) -> dict[str, Any]:
+    """The table of all workloads, which begins a page of several, with the plan that is taken for each."""
+    tables = [entries(model) for model in models]
+    taken = [best_of(table) or Entry("") for table in tables]
+    columns = [
+        ("workload", [table_cell(m.name, m.name, href=f"#workload-{i}") for i, m in enumerate(models)]),
+        ("taken", [table_cell(e.scheduler, e.scheduler or None) for e in taken]),
+    ]
+    kinds: tuple[Kind, ...] = ("measured", "predicted")
+    for kind in kinds:
+        columns.append((kind, [seconds_cell(e.seconds(kind)) for e in taken]))
+        speedups = [_speedup(table, e, kind) for table, e in zip(tables, taken, strict=True)]
+        columns.append((f"{kind} over DDP", [table_cell(factor(x), x) for x in speedups]))
+    columns.append(("predicted above bound", [share_cell(e.gap, signed=True) for e in taken]))
+    return table_of(columns, _HELP)

@@ -1,0 +1,17 @@
+"""Sweeps: grids of simulations, on all cores or on a cluster of machines, which can be interrupted and continued.
+
+A *grid* (`grid.py`) is every combination of workloads, fabrics, schedulers and
+machines; a *cell* is one combination, simulated independently (`cell.py`).
+`run.py` runs the cells that are not yet in the *journal* (`journal.py`), on the
+cores that `parallel.py` provides; `table.py` writes the rows. Whole jobs have networks alone to be combined with
+(`jobs.py`).
+"""
+
+from __future__ import annotations
+
+from legato.sweeps.grid import Cell, Fidelity, Grid
+from legato.sweeps.jobs import JobRow, sweep_jobs
+from legato.sweeps.run import sweep
+from legato.sweeps.table import write_rows
+
+__all__ = ["Cell", "Fidelity", "Grid", "JobRow", "sweep", "sweep_jobs", "write_rows"]

@@ -1,0 +1,128 @@
+"""A sweep in one line of Python: workloads or whole jobs, on every combination of networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+from legato.core.axes import NETWORK
+from legato.core.errors import InputError, unknown_name
+from legato.core.job import Job
+from legato.core.results import Results
+from legato.core.workload import Workload
+from legato.reports.model import SweepRow
+from legato.schedule import Scheduler
+from legato.simulator.flow import Fabric
+from legato.sweeps.grid import PLAIN, Grid
+from legato.sweeps.jobs import JobRow, sweep_jobs
+from legato.sweeps.run import sweep as sweep_grid
+
+__all__ = ["Axes", "sweep"]
+
+_AXES = {axis.field: axis for axis in NETWORK}
+#: What a sweep of workloads has besides networks, and the parts of a network that are axes of whole jobs.
+_OF_WORKLOADS = ("fabric", "scheduler", "iterations")
+_OF_JOBS = {"formulas": ("links",), "flows": ("links", "switches")}
+T = TypeVar("T")
+OneOrMore = T | Sequence[T]
+
+
+class Axes(TypedDict, total=False):
+    """The axes of a network by field, as `core/axes.py` explains them, with one value or several; for type checkers."""
+
+    workers: OneOrMore[int]
+    servers: OneOrMore[int]
+    bandwidth_bps: OneOrMore[float]
+    latency_s: OneOrMore[float]
+    send_s: float | None
+    gpus_per_host: OneOrMore[int]
+    gpus_per_card: int
+    local_bandwidth_bps: OneOrMore[float]
+    topology: OneOrMore[str]
+    racks: OneOrMore[int]
+    spines: OneOrMore[int]
+    ports: int | None
+    oversubscription: OneOrMore[float]
+    core_oversubscription: float
+    balance: str
+    sharing: str
+    server_bandwidth_bps: float | None
+    reduce_s_per_byte: float
+    slow: OneOrMore[float]
+    slow_link: OneOrMore[float]
+    jitter: OneOrMore[float]
+    seed: int
+    disturb: OneOrMore[str]
+
+
+@overload
+def sweep(
+    what: OneOrMore[Job],
+    *,
+    fidelity: Literal["formulas", "flows"] | None = None,
+    jobs: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **axes: Unpack[Axes],
+) -> Results[JobRow]: ...
+@overload
+def sweep(
+    what: OneOrMore[Workload],
+    *,
+    fabric: OneOrMore[str | Fabric] = "ring",
+    scheduler: OneOrMore[str | Scheduler] = PLAIN,
+    fidelity: Literal["formulas", "transfers"] | None = None,
+    iterations: int | None = None,
+    jobs: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **axes: Unpack[Axes],
+) -> Results[SweepRow]: ...
+def sweep(what: Any, *, jobs: int | None = None, backend: str | None = None, progress: Any = None, **given: Any) -> Any:
+    """Simulate workloads or whole jobs on every combination of networks, on all cores.
+
+    Each axis of the network has one value or several, by its field: `bandwidth_bps=[10e9, 25e9], workers=8`. So have
+    `fabric` and `scheduler`, with names, functions and fabrics. `fidelity` is by default `transfers`, or `flows` for
+    whole jobs. `jobs` is the number of cores, and `backend` another machine (`legato.sweeps.parallel`). Each result is
+    a row, and `pandas.DataFrame(results.rows)` has them all. Raises `InputError` on unknown names and numbers outside
+    their range; a cell that fails is a row with an error.
+    """
+    several, how = _several(what), {"jobs": jobs, "backend": backend, "progress": progress}
+    whole = [isinstance(one, Job) for one in several]
+    if any(whole) != all(whole) or not several:
+        raise InputError("workloads and whole jobs in one sweep, or nothing (expected one kind of them)")
+    fidelity = given.pop("fidelity", None)
+    options: dict[str, Any] = {} if whole[0] else {name: given.pop(name) for name in _OF_WORKLOADS if name in given}
+    axes = {name: _several(value) for name, value in given.items()}
+    parts = _OF_JOBS.get(fidelity or "flows", ())
+    _check(axes, [field for field, axis in _AXES.items() if not whole[0] or axis.part in parts])
+    if whole[0]:
+        names = [one.name for one in several]
+        named = {
+            f"{n} {k + 1}" if names.count(n) > 1 else n: one
+            for k, (n, one) in enumerate(zip(names, several, strict=True))
+        }
+        return sweep_jobs(named, axes, fidelity or "flows", **how)
+    grid = Grid(
+        workloads=several,
+        fabrics=_several(options.get("fabric", "ring")),
+        schedulers=_several(options.get("scheduler", PLAIN)),
+        fidelity=fidelity or "transfers",
+        axes=axes,
+        iterations=options.get("iterations"),
+    )
+    return sweep_grid(grid, **how)
+
+
+def _check(axes: dict[str, tuple[Any, ...]], known: Sequence[str]) -> None:
+    for name, values in axes.items():
+        if name not in known:
+            raise unknown_name("axis", name, known)
+        for value in values:
+            kind = type(_AXES[name].usual)
+            if kind in (int, float) and (not isinstance(value, (int, kind)) or isinstance(value, bool)):
+                raise InputError(f"{name}: {value!r} (expected a {'whole ' if kind is int else ''}number)")
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)

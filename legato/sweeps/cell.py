@@ -1,0 +1,149 @@
+"""One cell: plan, simulate, and return the outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from legato.core.cluster import UNDIVIDED
+from legato.core.code import blame
+from legato.core.errors import InputError, LegatoError, TooLargeError
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.core.workload import Workload
+from legato.schedule import Scheduler, schedule
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
+from legato.simulator import collective
+from legato.simulator.flow import FABRICS, Fabric, FlowResult, Network, plain_plan, simulate_flow
+from legato.simulator.flow.iterations.run import check_flow
+from legato.simulator.flow.network.network import PRICED_AS
+from legato.simulator.flow.pricing import cluster_for
+from legato.sweeps.grid import PLAIN, Cell, Fidelity, fabric_names
+
+__all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
+
+    `lower_bound_s` is proven for plans of this kind, and known by
+    formulas only. `parts` are those of a whole job's step. `final` is False if another attempt might succeed.
+    """
+
+    wall_s: float
+    iteration_s: float | None = None
+    lower_bound_s: float | None = None
+    overlap: float | None = None
+    utilization: float | None = None
+    num_messages: int | None = None
+    parts: dict[str, float] = {}
+    error: str | None = None
+    final: bool = True
+
+
+#: What a cell has names of: its workload, its scheduler and its fabric.
+Parts = tuple[Workload, str | Scheduler, str | Fabric]
+
+
+def run_cell(cell: Cell, parts: Parts) -> Outcome:
+    """Run a cell, as `attempt` does."""
+    return attempt(lambda: _simulated(cell, *parts))
+
+
+def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
+    """The outcome with the fields that a simulation returns, or its error, so that no cell can end a long sweep."""
+    start = time.perf_counter()
+    try:
+        found = simulate()
+    except LegatoError as error:
+        return Outcome(time.perf_counter() - start, error=" ".join(str(error).split()))
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Outcome(time.perf_counter() - start, error=text, final=False)
+    return Outcome(time.perf_counter() - start, **found)
+
+
+def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
+    """The scheduler's plan for the fabric, whose name is `name`, on the network; `PLAIN` sends a message per tensor."""
+    if scheduler == PLAIN:
+        return plain_plan(workload, fabric)
+    return schedule(scheduler, workload, cluster_for(name, fabric, network))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What has the figures of a cell of a sweep, and of a row of `legato simulate`.
+
+    A job whose workers have one workload, or one each, runs plans on fabrics of a network, with their names. Raises
+    `InputError` where formulas are asked for unlike hosts, or for more than one switch.
+    """
+
+    workloads: Sequence[Workload]
+    network: Network
+    fidelity: Fidelity
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fidelity == "formulas" and (len(self.workloads) > 1 or not self.network.plain):
+            raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
+
+    def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
+        """Simulate a plan. Raises `InputError` where this fidelity cannot."""
+        if self.fidelity == "transfers":
+            options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
+            with nullcontext() if name in FABRICS else blame(name):
+                return simulate_flow(self._job, plan, fabric, self.network, **options)
+        if why := self.beyond_formulas(plan, name, fabric):
+            raise InputError(why)
+        # By formulas a message names its collective, and the cluster has only one.
+        messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
+        plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
+        return collective.simulate(self.workloads[0], plan, self.network.cluster(name, fabric.servers))
+
+    def check(self, plan: Plan, name: str, fabric: Fabric) -> None:
+        """Raise `InputError` before any work where there are too many transfers."""
+        if self.fidelity == "transfers":
+            try:
+                check_flow(self._job, plan, fabric, self.network, iterations=self.iterations)
+            except TooLargeError as error:
+                raise TooLargeError(f"{name}: {error}") from None
+
+    def beyond_formulas(self, plan: Plan | None, name: str, fabric: Fabric) -> str:
+        """Why there is no formula for the fabric, or for a plan on it; "" where there is one."""
+        if PRICED_AS.get(name, name) not in fabric_names("formulas"):
+            return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
+        if plan is None or not (fabric.servers or name in UNDIVIDED):
+            return ""
+        wired = any(message.wire is not None for message in plan.messages)
+        what = f"shard {plan.shard!r}" if plan.shard != "none" else "wire formats" if wired else ""
+        if fabric.servers and what:
+            return f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)"
+        halves = any(message.kind != "all_reduce" for message in plan.messages)
+        return f"{name}: a plan with halves (expected all-reduces)" if halves and not fabric.servers else ""
+
+    @property
+    def _job(self) -> Workload | Sequence[Workload]:
+        return self.workloads[0] if len(self.workloads) == 1 else self.workloads
+
+
+def _simulated(cell: Cell, workload: Workload, scheduler: str | Scheduler, given: str | Fabric) -> dict[str, Any]:
+    network, fabric = cell.network, cell.made_fabric(given)
+    plan = plan_for(scheduler, workload, cell.fabric, fabric, network)
+    found = Simulation([workload], network, cell.fidelity, cell.iterations).run(plan, cell.fabric, fabric)
+    bound_s = None
+    if cell.fidelity == "formulas":
+        cluster = network.cluster(cell.fabric, fabric.servers)
+        bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds
+    return {
+        "iteration_s": found.iteration_s,
+        "lower_bound_s": bound_s,
+        "overlap": found.overlap,
+        "utilization": found.utilization,
+        "num_messages": len(plan.messages),
+    }

@@ -1,0 +1,138 @@
+"""Sweeps of whole jobs: the predicted step of each job on every combination of networks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from legato.core import __version__, files
+from legato.core.axes import NETWORK
+from legato.core.errors import InputError
+from legato.core.job import Job
+from legato.core.results import Results
+from legato.simulator.flow import Network
+from legato.sweeps.cell import Outcome, attempt
+from legato.sweeps.journal import Journal
+from legato.sweeps.run import outcomes
+from legato.whole_jobs.flow.step import FlowStep, network_of, simulate
+from legato.whole_jobs.step import Step, predict
+from legato.zoo.presets import with_links
+
+__all__ = ["JobRow", "on_network", "step_on", "sweep_jobs"]
+
+#: A prediction of a large job takes a tenth of a second, a simulation seconds.
+_MOST_CELLS = 10_000
+
+
+class _Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, by its identity, on a network, by the values on the axes that are not as its file has them."""
+
+    job: str
+    fidelity: Literal["formulas", "flows"]
+    axes: dict[str, Any]
+    version: str = __version__
+
+    @property
+    def key(self) -> str:
+        return files.identity(self)
+
+
+class JobRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A job on a network, by the values of the sweep's `axes`, by field.
+
+    Its step takes `step_s` seconds, those of its `parts` (`Step.parts`). `speedup` is over the job's
+    first network that has a result. If there is none, these are None, `parts` empty, and `error` says why.
+    """
+
+    job: str
+    axes: dict[str, Any]
+    step_s: float | None
+    speedup: float | None
+    tokens_per_s: float | None
+    utilization: float | None
+    parts: dict[str, float]
+    error: str | None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row as `legato sweep --json` prints it: axes and parts beside the rest."""
+        found = msgspec.structs.asdict(self)
+        job, axes, parts = (found.pop(name) for name in ("job", "axes", "parts"))
+        return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
+
+
+def sweep_jobs(
+    named: Mapping[str, Job],
+    axes: Mapping[str, Sequence[Any]],
+    fidelity: Literal["formulas", "flows"],
+    *,
+    journal: Journal | None = None,
+    jobs: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Results[JobRow]:
+    """Predict the step of every job, by its name, on every combination of networks, whose last axis changes fastest.
+
+    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network.
+    The other arguments, and errors, are those of `sweep`. Raises `InputError` on numbers outside their range, and on
+    more than ten thousand cells.
+    """
+    networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+    if len(named) * len(networks) > _MOST_CELLS:
+        raise InputError(f"{len(named) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
+    ids = {name: files.identity(job) for name, job in named.items()}
+    cells = [(name, _Cell(job=ids[name], fidelity=fidelity, axes=network)) for name in named for network in networks]
+    work = [(cell, named[name]) for name, cell in cells]
+    for cell, job in work:
+        on_network(job, cell.axes, cell.fidelity)
+    done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
+    first_s: dict[str, float] = {}
+    rows: Results[JobRow] = Results()
+    for name, cell in cells:
+        found = done[cell.key]
+        step_s = found.iteration_s
+        rows.append(
+            JobRow(
+                job=name,
+                axes=cell.axes,
+                step_s=step_s,
+                speedup=first_s.setdefault(name, step_s) / step_s if step_s else None,
+                tokens_per_s=named[name].tokens / step_s if step_s else None,
+                utilization=found.utilization,
+                parts=found.parts,
+                error=found.error,
+            )
+        )
+    return rows
+
+
+def _run(cell: _Cell, job: Job) -> Outcome:
+    def simulated() -> dict[str, Any]:
+        step, _ = step_on(*on_network(job, cell.axes, cell.fidelity))
+        return {"iteration_s": step.seconds, "utilization": step.utilization, "parts": step.parts}
+
+    return attempt(simulated)
+
+
+def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, Network | None]:
+    """The job on the links of these values on axes, and of flows also their network. Raises `InputError`."""
+    job = msgspec.structs.replace(job, machine=with_links(job.machine, axes))
+    if fidelity == "formulas":
+        return job, None
+    switches = {axis.field for axis in NETWORK if axis.part == "switches"}
+    others = {field: value for field, value in axes.items() if field in switches}
+    return job, network_of(job.machine, job.mesh.workers, **others)
+
+
+def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
+    """The step of a job: by flows, of which the lanes are returned as well, on a network, or by formulas without one.
+
+    Of a step by flows, the parts are those of the busiest worker of a `lane`, if one is given.
+    """
+    if network is None:
+        return predict(job), None
+    found = simulate(job, network, lane=lane)
+    return found.step, found

@@ -1,0 +1,136 @@
+"""Run the cells of a grid that are not finished yet, and return the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from importlib import import_module
+from typing import Protocol, TypeVar
+
+from legato.core import files
+from legato.core.axes import SERVERS, SWEPT
+from legato.core.results import Results
+from legato.reports.model import SweepRow
+from legato.sweeps.anomalies import mark_anomalies
+from legato.sweeps.cell import Outcome, run_cell
+from legato.sweeps.grid import Cell, Grid
+from legato.sweeps.journal import Journal
+from legato.sweeps.parallel import in_parallel
+
+__all__ = ["outcomes", "sweep"]
+
+
+def sweep(
+    grid: Grid,
+    *,
+    journal: Journal | None = None,
+    jobs: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Results[SweepRow]:
+    """Simulate every cell of a grid; returns one row per cell, in the grid's order.
+
+    Cells in the journal are not run again; each cell that is run is stored in it
+    as soon as it is done. `jobs` is the number of cores (None: all), on this
+    machine or on a `backend` (`legato.sweeps.parallel`). `progress(done, total)`
+    is called as cells finish. A cell that fails is a row with an error. Raises
+    `InputError` if the backend cannot be used, or numba is missing where links are simulated.
+    """
+    cells = grid.cells()
+    by_id = {files.identity(job): job for job in grid.workloads}
+    work = [(cell, (by_id[cell.workload_id], *grid.parts(cell))) for cell in cells]
+    done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
+    return _rows(grid, cells, done)
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+C = TypeVar("C", bound=_Keyed)
+T = TypeVar("T")
+
+
+def outcomes(
+    work: Sequence[tuple[C, T]],
+    run: Callable[[C, T], Outcome],
+    fidelity: str,
+    *,
+    journal: Journal | None,
+    jobs: int | None,
+    backend: str | None,
+    progress: Callable[[int, int], object] | None,
+) -> dict[str, Outcome]:
+    """The outcomes of cells, by key: of those that the journal does not have, `run(cell, its input)`.
+
+    The other arguments, and errors, are those of `sweep`.
+    """
+    if fidelity != "formulas":
+        import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
+    done = {} if journal is None else journal.done
+    todo = {cell.key: (cell, item) for cell, item in work if cell.key not in done}
+    total = len(work)
+    finished = total - len(todo)
+    if progress:
+        progress(finished, total)
+    with closing(in_parallel(partial(_run, run), list(todo.items()), jobs, backend)) as results:
+        for key, outcome in results:
+            if journal is None:
+                done[key] = outcome
+            else:
+                journal.add(key, outcome)
+            finished += 1
+            if progress:
+                progress(finished, total)
+    return done
+
+
+def _run(run: Callable[[C, T], Outcome], todo: tuple[str, tuple[C, T]]) -> tuple[str, Outcome]:
+    key, (cell, item) = todo
+    return key, run(cell, item)
+
+
+def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[SweepRow]:
+    label = _labels(grid)
+    found = [(cell, done[cell.key]) for cell in cells]
+    first = cells[0].fabric, cells[0].scheduler
+    # A cell without servers is compared with the baseline of the first number of servers, if there is one.
+    servers = cells[0].values[SERVERS.field]
+    base = {_network(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
+    rows = []
+    for cell, out in found:
+        values = cell.values
+        base_s = base[_network(cell, (values[SERVERS.field] or servers) if servers else 0)]
+        rows.append(
+            SweepRow(
+                workload=label[cell.workload_id],
+                fabric=cell.fabric,
+                scheduler=cell.scheduler,
+                fidelity=cell.fidelity,
+                axes={axis.field: values[axis.field] for axis in SWEPT},
+                iteration_s=out.iteration_s,
+                speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
+                lower_bound_s=out.lower_bound_s,
+                gap=out.iteration_s / out.lower_bound_s - 1 if out.iteration_s and out.lower_bound_s else None,
+                overlap=out.overlap,
+                utilization=out.utilization,
+                num_messages=out.num_messages,
+                wall_s=out.wall_s,
+                error=out.error,
+            )
+        )
+    return Results(mark_anomalies(rows))
+
+
+def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
+    """What a cell and its baseline have in common: the workload and the network, with this number of servers."""
+    return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
+
+
+def _labels(grid: Grid) -> dict[str, str]:
+    """Return the workloads' names by id, made unique where several workloads have the same name."""
+    names = {files.identity(job): job.name for job in grid.workloads}
+    every = list(names.values())
+    return {job: name if every.count(name) == 1 else f"{name} ({job[:6]})" for job, name in names.items()}

@@ -1,0 +1,65 @@
+"""Write the rows of a sweep as Parquet or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from legato.core import files
+from legato.core.axes import SWEPT
+from legato.core.errors import missing_extra
+from legato.reports.model import SweepRow
+
+__all__ = ["Row", "write_rows"]
+
+
+class Row(Protocol):
+    """A row of any sweep."""
+
+    @property
+    def columns(self) -> dict[str, Any]: ...
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write Parquet if the name ends in .parquet, which only workloads have, else CSV; completely or not at all.
+
+    Raises `FileError`, and `InputError` if pyarrow, the extra `legato[parquet]`, is not installed.
+    """
+    if path.suffix == ".parquet":
+        files.write_bytes(path, _parquet(rows))
+    else:
+        _write_csv(path, [row.columns for row in rows])
+
+
+def _parquet(rows: Sequence[Row]) -> bytes:
+    try:  # heavy, and needed for Parquet only
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        raise missing_extra("pyarrow", "parquet", "a .parquet file") from None
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(SweepRow)}
+    kinds |= {axis.field: type(axis.usual) for axis in SWEPT}
+    fields = []
+    for name in rows[0].columns:
+        kind = kinds[name]  # or that or None
+        fields.append(pa.field(name, types.get(kind) or types[kind.__args__[0]], nullable=kind not in types))
+    table = pa.Table.from_pylist([row.columns for row in rows], schema=pa.schema(fields))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return bytes(sink.getvalue())
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write these rows, empty where one lacks another's key; completely or not at all. Raises `FileError`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_text(path, text.getvalue())
