@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FABRIC_HELP",
+    "PAGES",
     "SCHEDULER_HELP",
     "TRANSFER_HELP",
     "ClusterFile",
@@ -321,13 +322,21 @@ def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
 
 
 #: The libraries, and the extras that install them, for files with these suffixes.
-_LIBRARIES = {".html": (("plotly", "report"), ("jinja2", "report")), ".parquet": (("pyarrow", "parquet"),)}
+_LIBRARIES = {
+    ".html": (("plotly", "report"), ("jinja2", "report")),
+    ".parquet": (("pyarrow", "parquet"),),
+    ".svg": (("plotly", "figures"), ("kaleido", "figures")),
+    ".pdf": (("plotly", "figures"), ("kaleido", "figures")),
+}
+#: A page, or its figures alone: what is written where `.html` is.
+PAGES = (".html", ".svg", ".pdf")
 
 
 def check_file(option: str, path: Path | None, *suffixes: str) -> None:
     """Raise `InputError` before minutes of work if an option's file could not be written at their end."""
     if path is None:
         return
+    suffixes = tuple(dict.fromkeys((*suffixes, *(PAGES if ".html" in suffixes else ()))))
     if path.suffix not in suffixes:
         raise InputError(f"--{option} {path}: {path.suffix or 'no suffix'} (expected {', '.join(suffixes)})")
     if path.is_dir():

@@ -32,11 +32,19 @@ Inputs = Annotated[
 
 
 def report(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="R.html", help="Write the page to this file.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="R.html",
+            help="Write the page to this file, or the figures to a .svg or .pdf; further ones are numbered.",
+        ),
+    ],
     inputs: Inputs = None,
     json: Json = False,
 ) -> None:
-    """Draw timelines side by side in one self-contained HTML file.
+    """Draw timelines side by side in one self-contained HTML file, or as a figure (.svg, .pdf).
 
     Of a folder that [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/] wrote, the page says what the
     command said. With a workload and a cluster alone, legato plans for the page, and recommends a plan. Two predicted,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from legato.cli.options import Json, check_installed, make_folder
+from legato.cli.options import Json, check_file, check_installed, make_folder
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core.errors import InputError
 
@@ -23,7 +23,13 @@ def reproduce(
     figure: Annotated[int | None, typer.Option(help="Reproduce only this figure.", min=1)] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Draw the figures in this folder, one page per paper."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Draw the figures in this folder, one page per paper, or those of one paper in this .svg or .pdf "
+            "file; further ones are numbered.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -39,7 +45,12 @@ def reproduce(
     wanted = [(one, label) for one in chosen for label in papers.select(one, table, figure)]
     if not wanted:
         raise InputError(f"{paper}: {_asked(table, figure)} (expected one of {_known(chosen)})")
-    if output is not None:
+    as_file = output is not None and output.suffix in (".svg", ".pdf")
+    if as_file:
+        if len(chosen) > 1:
+            raise InputError(f"--output {output}: of {len(chosen)} papers (expected a folder, or one paper)")
+        check_file("output", output, ".html")
+    elif output is not None:
         check_installed("plotly", "report", "a page of figures")
         make_folder(output)
     cells: dict[str, list[Cell]] = {one.name: [] for one, _ in wanted}
@@ -52,7 +63,7 @@ def reproduce(
             advance(i + 1, len(wanted))
     for one in chosen:
         if output is not None and figures.get(one.name):
-            _draw(one, figures[one.name], output)
+            _draw(one, figures[one.name], output if as_file else output / f"{one.name}.html")
     if json:
         print_json([cell.as_row(name) for name, found in cells.items() for cell in found])
     for one in (one for one in chosen if one.name in cells):
@@ -91,9 +102,8 @@ def _print_cells(title: str, cells: list[Cell]) -> None:
     print_table(table, keys=3)
 
 
-def _draw(one: Paper, figures: list[Figure], directory: Path) -> None:
+def _draw(one: Paper, figures: list[Figure], path: Path) -> None:
     from legato.papers.pages import write_page
 
-    path = directory / f"{one.name}.html"
     write_page(path, one, figures)
     note(f"{len(figures)} figures -> {path}")

@@ -34,6 +34,7 @@ __all__ = [
 #: The packages of each optional extra. Errors name these: legato's own name stands for nothing on a package index.
 EXTRAS = {
     "report": "jinja2 plotly",
+    "figures": "plotly kaleido",
     "parquet": "pyarrow",
     "torch": "torch",
     "flow": "numba",

@@ -1,22 +1,26 @@
-"""A paper's figures as one self-contained page. The curves are computed; published numbers are in the tables."""
+"""A paper's figures, on one self-contained page or as files, with those published numbers that the paper prints."""
 
 from __future__ import annotations
 
 import html
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from legato.core.errors import missing_extra
 from legato.core.files import write_text
 from legato.papers.result import Figure, Paper
+from legato.reports.pictures import FORMATS, write_figures
 
 __all__ = ["write_page"]
 
+_PUBLISHED = {"symbol": "diamond-open", "size": 12, "color": "black", "line": {"width": 2}}
 _STYLE = "body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em}"
 
 
 def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Figure]) -> None:
-    """Write the figures as one HTML file that needs no network.
+    """Write the figures as one HTML file that needs no network, or each as an SVG or PDF file.
 
     Raises `FileError`, and `InputError` where plotly, the extra `legato[report]`, is not installed.
     """
@@ -25,7 +29,10 @@ def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Fig
     except ModuleNotFoundError:
         raise missing_extra("plotly", "report", "a page of figures") from None
 
-    drawn = "\n".join(_draw(figure) for figure in figures)
+    if Path(path).suffix in FORMATS:
+        write_figures(path, [_draw(figure).to_dict() for figure in figures])
+        return
+    drawn = "\n".join(str(_draw(figure).to_html(full_html=False, include_plotlyjs=False)) for figure in figures)
     title = html.escape(paper.title)
     write_text(
         path,
@@ -35,12 +42,14 @@ def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Fig
     )
 
 
-def _draw(figure: Figure) -> str:
+def _draw(figure: Figure) -> Any:
     import plotly.graph_objects as go
 
     drawing = go.Figure()
     for name, (x, y) in figure.curves.items():
-        if any(isinstance(value, str) for value in x):
+        if name.endswith("published"):
+            drawing.add_scatter(x=list(x), y=list(y), name=name, mode="markers", marker=_PUBLISHED)
+        elif any(isinstance(value, str) for value in x):
             drawing.add_bar(x=list(x), y=list(y), name=name)
         else:
             drawing.add_scatter(x=list(x), y=list(y), name=name, mode=figure.mode)
@@ -52,4 +61,4 @@ def _draw(figure: Figure) -> str:
         xaxis={"title": {"text": figure.x}, "type": "log" if figure.log_x else None},
         yaxis={"title": {"text": figure.y}, "type": "log" if figure.log_y else None, "rangemode": "tozero"},
     )
-    return str(drawing.to_html(full_html=False, include_plotlyjs=False))
+    return drawing

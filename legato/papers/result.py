@@ -44,7 +44,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text."""
+    """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text.
+
+    Names of what the paper prints end in `published`: such values are points beside the curves.
+    """
 
     label: str
     title: str

@@ -17,13 +17,15 @@ import hashlib
 import json
 import os
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from legato.core import __version__
-from legato.core.errors import missing_extra
+from legato.core.errors import InputError, missing_extra
 from legato.core.files import write_text
 from legato.reports.model import Report
+from legato.reports.pictures import FORMATS, write_figures
 from legato.reports.schedulers import overview
 from legato.reports.sections import section
 from legato.reports.sweeps import sweep_sections
@@ -49,9 +51,7 @@ def render(report: Report) -> str:
     except ModuleNotFoundError as error:
         raise missing_extra(error.name or "plotly", "report", "a report") from None
 
-    figures: dict[str, Any] = {}
-    sections = [section(model, number, figures) for number, model in enumerate(report.models)]
-    sweeps = sweep_sections(report.sweep, figures)
+    sections, sweeps, figures = _parts(report)
     job = ", ".join([model.name for model in report.models] or [part["name"] for part in sweeps])
     plotly_js = plotly.offline.get_plotlyjs()
     script = _asset("page.js")
@@ -76,8 +76,24 @@ def render(report: Report) -> str:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the page to a file completely or not at all. Raises `FileError`, and `InputError` as `render` does."""
-    write_text(path, render(report))
+    """Write the page to a file completely or not at all, or, if its name ends in .svg or .pdf, only the figures.
+
+    Raises `FileError`, and `InputError` as `render` and `write_figures` do.
+    """
+    if Path(path).suffix not in FORMATS:
+        write_text(path, render(report))
+        return
+    *_, figures = _parts(report)
+    if not figures:
+        raise InputError(f"{path}: nothing to draw (expected what has a figure; .html has the tables)")
+    write_figures(path, sorted(figures.values(), key=lambda figure: "spans" not in figure))
+
+
+def _parts(report: Report) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """The values for the template: of models and of sweeps; and the figures by id."""
+    figures: dict[str, Any] = {}
+    sections = [section(model, number, figures) for number, model in enumerate(report.models)]
+    return sections, sweep_sections(report.sweep, figures), figures
 
 
 def _asset(name: str) -> str:

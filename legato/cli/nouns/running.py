@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from legato.cli.options import (
     FABRIC_HELP,
+    PAGES,
     SCHEDULER_HELP,
     Fidelity,
     Interrupted,
@@ -96,7 +97,10 @@ class Written:
     """Files for the rows."""
 
     output: Path | None = setting(
-        None, "Write the rows to this .csv or .parquet file, or plots to this .html file.", "--output", "-o"
+        None,
+        "Write the rows to this .csv or .parquet file, or plots to this .html, .svg or .pdf file.",
+        "--output",
+        "-o",
     )
     report: Path | None = setting(None, "Write plots to this file, beside the rows.", metavar="R.html")
 
@@ -116,7 +120,7 @@ class Written:
         from legato.sweeps import write_rows
 
         for path in self.paths:
-            if path.suffix == ".html":
+            if path.suffix in PAGES:
                 write_report(path, report())
             else:
                 write_rows(path, rows)
