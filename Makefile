@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all check pytest pytest-all test-torch durations coverage lint docs linkcheck clean
+.PHONY: dist release install demo test test-all check pytest pytest-all test-torch durations coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -80,6 +80,24 @@ coverage: install
 	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run $(PYTEST) $(ALL) $(PYTEST_OPTIONS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# The wheel and the sources, in dist.
+dist: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[release]"
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# A release: make release VERSION=0.2.0 sets the version everywhere, builds what is uploaded, and tags the commit.
+release:
+	@test -n "$(VERSION)" || { echo "release: VERSION is missing (expected a version like 0.2.0)"; exit 2; }
+	@test -z "$$(git status --porcelain)" || { echo "release: files differ from the last commit (expected none)"; exit 2; }
+	sed -i 's/^__version__ = .*/__version__ = "$(VERSION)"/' legato/core/__init__.py
+	sed -i 's/^version: .*/version: $(VERSION)/' CITATION.cff
+	sed -i 's/^## Unreleased$$/## Unreleased\n\n## $(VERSION) - '"$$(date -u +%F)"'/' CHANGELOG.md
+	$(MAKE) --no-print-directory dist
+	git commit --quiet --all --message "Release $(VERSION)"
+	git tag "v$(VERSION)"
+	@echo "git push origin main v$(VERSION) publishes it: CI runs all tests and keeps dist"
 
 # The site, in docs/_build; a warning is an error.
 docs: install
