@@ -85,7 +85,7 @@ def _sections(value: Any) -> Sequence[ModelReport]:
 
 
 def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
-    """What the step of a job consists of on each network."""
+    """The section of a job: the parts of its step on each network."""
     bars = [
         breakdown(", ".join(_AXES[field].write(value) for field, value in row.axes.items()) or name, row.parts)
         for row in rows
@@ -133,7 +133,7 @@ class Given(NamedTuple):
         return next(iter(self.of(kind)), None)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timelines, each after its baseline; those with one name and source get those of their files, too."""
+        """The timelines, each after its baseline; where name and source are equal, names of files follow."""
         given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
         found = [
             (path, one)
@@ -169,7 +169,7 @@ def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
 
 
 def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
-    """The timelines, those of one name together, predicted before measured, and those with `first` names first."""
+    """The timelines, equal names together, predicted before measured, and `first` names first."""
     names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 

@@ -255,7 +255,7 @@ def test_a_trace_without_sizes_or_transfers_still_gets_its_breakdown(tmp_path, c
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["-o", "x.pdf"], "expected .html"),
+        (["-o", "x.txt"], "expected .html"),
         (["--latency", "1us"], "--latency without --bandwidth"),
         (["--cluster", "c.json", "--workers", "4"], "--cluster and --workers"),
         (["--rank", "7"], "rank 7 is in none"),

@@ -46,7 +46,7 @@ class Cell:
 class Figure:
     """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text.
 
-    Names of what the paper prints end in `published`: such values are points beside the curves.
+    Names of what the paper prints end in `published`: such values are points next to the curves.
     """
 
     label: str

@@ -23,7 +23,7 @@ _WIDTH, _HEIGHT = 1000, 450
 
 
 def write_figures(path: str | os.PathLike[str], figures: Iterable[dict[str, Any]]) -> None:
-    """Write the first figure to this file, and others beside it, numbered: `name-2.svg` and so on.
+    """Write the first figure to this file, and others next to it, numbered: `name-2.svg` and so on.
 
     Raises `FileError`, and `InputError` where plotly or kaleido, the extra `legato[figures]`, or a browser is missing.
     """

@@ -98,7 +98,7 @@ def scheduler_named(name: str | Scheduler) -> Scheduler:
 
 
 def label(scheduler: str | Scheduler) -> str:
-    """What tables call a scheduler: its name, or that of the function."""
+    """The name of a scheduler in tables: its own, or the function's."""
     return scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", type(scheduler).__name__)
 
 

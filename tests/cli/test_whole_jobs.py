@@ -283,7 +283,7 @@ def test_the_first_cell_of_a_file_may_have_failed(small, capsys, tmp_path, monke
     [
         (["--fidelity", "formulas", "--workers", 4], "--workers: means nothing for a whole job"),
         (["--fidelity", "formulas", "--racks", 2], "--racks: means nothing by formulas"),
-        (["-o", "rows.parquet"], "--output rows.parquet: .parquet (expected .csv, .html)"),
+        (["-o", "rows.parquet"], "--output rows.parquet: .parquet (expected .csv, .html, .svg, .pdf)"),
         (["--fidelity", "formulas", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
         (["--racks", "0,1"], "racks: 0"),
         (["--disturb", "link:16384:4:0"], "link: 16384"),
@@ -358,7 +358,11 @@ def test_every_part_of_a_step_can_be_drawn():
 
 @pytest.mark.parametrize(
     ("report", "message"),
-    [("L.txt", ": .txt (expected .html)"), ("missing/L.html", ": no such directory"), ("J", ": the same file as one")],
+    [
+        ("L.txt", ": .txt (expected .html, .svg, .pdf)"),
+        ("missing/L.html", ": no such directory"),
+        ("J", ": the same file as one"),
+    ],
 )
 def test_where_layouts_are_not_drawn(job, capsys, tmp_path, report, message):
     path = job if report == "J" else tmp_path / report
