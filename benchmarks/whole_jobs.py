@@ -3,6 +3,7 @@
     python benchmarks/whole_jobs.py               # each row, its error, medians by family
     python benchmarks/whole_jobs.py --ablation    # the same medians with a term left out, each refitted
     python benchmarks/whole_jobs.py --speed       # seconds that a prediction of the largest job takes
+    python benchmarks/whole_jobs.py --open F      # 605 more published steps (a line of JSON each): time and memory
 
 The nine rows marked `fit` were chosen before anything was fitted, and fit five constants: the efficiency of matrix
 products on four machines, and the fixed time of a mixture layer. The other 34 are predicted, and so are 27 that were
@@ -16,23 +17,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 from msgspec.structs import replace
 
-from legato.core.job import Job, LanguageModel, Latent, Mesh
+from legato.core.job import Job, LanguageModel, Latent, Machine, Mesh
 from legato.simulator.flow import Disturbance, place
 from legato.whole_jobs import stages
 from legato.whole_jobs.fit import fit
 from legato.whole_jobs.flow.shared import simulate_shared
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
+from legato.whole_jobs.memory import memory
+from legato.whole_jobs.schedules import schedule
 from legato.whole_jobs.step import predict
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
@@ -236,7 +242,7 @@ def torchtitan() -> Iterator[Row]:
             label,
             model,
             Mesh(tensor=tensor, data=data),
-            replace(TITAN, fused=compiled),
+            replace(TITAN, fused=compiled, fused_loss=compiled),
             MACHINES["h100-500w"],
             microbatch=batch,
             recompute=recompute,
@@ -252,9 +258,9 @@ def llama_405b(context: int, data: int, microbatches: int) -> Job:
     mesh = Mesh(8, context, 16, data, order=("data", "pipeline", "context", "tensor"))
     layers = (0, *[1] * 126, 0)
     label = f"CP{context} DP{data}, {model.sequence:,} tokens"
-    schedule, framework = "interleaved", replace(CORE, hidden=("pipeline", "data"))
+    framework, machine = replace(CORE, hidden=("pipeline", "data")), MACHINES["h100"]
     return Job(
-        label, model, mesh, framework, MACHINES["h100"], microbatches, 1, schedule, 8, layers, "none", "gradients", True
+        label, model, mesh, framework, machine, microbatches, 1, "interleaved", 8, layers, "none", "gradients", True
     )
 
 
@@ -275,16 +281,16 @@ def schedules_ratio() -> float:
     framework, mesh = replace(TITAN, hidden=("tensor", "pipeline", "data")), Mesh(tensor=8, pipeline=8, data=8)
     model = llama(126, 16_384, 128, 8, 53_248, 8192)
     seconds = []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+    for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         job = Job(
-            schedule,
+            name,
             model,
             mesh,
             framework,
             MACHINES["h100-500w"],
             8,
             4,
-            schedule,
+            name,
             chunks,
             (),
             "full",
@@ -297,6 +303,78 @@ def schedules_ratio() -> float:
 
 def rows() -> list[Row]:
     return [*b200(), *megatron_2021(), *megatron_2022(), *torchtitan(), *llama_3()]
+
+
+#: Facts of the frameworks of other published steps, each where its source says it.
+FACTS: dict[str, dict[str, Any]] = {
+    # Aleph-Alpha/scaling: gradients in bfloat16 (core/optimizer/parameter_group.py), reduced in float32
+    # (core/optimizer/allreduce.py); logits gathered (column_parallel_linear.py: parallel_output is false) and given to
+    # torch's cross entropy as float32 (transformer/model/losses/cross_entropy.py).
+    "AA": {"gradient_nbytes": 2, "sent_nbytes": 4, "fused_loss": False},
+    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE
+    "MPT": {"gradient_nbytes": 2},
+}
+#: By data sheets; attention's efficiency of the same GPU, in its own precision.
+ON = {
+    "a100": (80, 0.45), "a100-roce4x100": (80, 0.45), "h100": (79, 0.5), "h100-fp8": (79, 0.25),
+    "gb200-bf16": (185, 0.42),
+}  # fmt: skip
+
+
+class Published(NamedTuple):
+    """A step that others measured, or that ran out of memory (without `measured_s`)."""
+
+    family: str
+    label: str
+    job: Job
+    measured_s: float | None
+
+
+def published(path: Path) -> list[Published]:
+    """Steps in a file of lines: family, name, configuration, and seconds unless the step ran out of memory."""
+    result = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        config, facts = row["config"], dict(row["config"]["framework"])
+        framework = FRAMEWORKS.get(preset := facts.pop("preset"), CORE)
+        own = next((facts for name, facts in FACTS.items() if row["family"].startswith(name)), {})
+        facts["hidden"] = tuple(facts["hidden"])
+        gib, attention = ON[config["machine"]["name"]]
+        machine = Machine(
+            **config["machine"], memory_nbytes=gib * 2**30, efficiency=0.5, attention_efficiency=attention
+        )
+        mesh = Mesh(*(config[name] for name in ("tensor", "context", "pipeline", "data", "expert")))
+        names = ("microbatches", "microbatch", "schedule", "chunks", "recompute", "shard", "sequence_parallel")
+        job = Job(
+            row["name"],
+            LanguageModel(**config["model"]),
+            mesh,
+            replace(framework, name=preset, **facts | own),
+            machine,
+            **{name: config[name] for name in names},
+        )
+        result.append(Published(row["family"], row["name"], job, row["measured_s"]))
+    return result
+
+
+def show_memory(found: list[Published]) -> None:
+    """What ran and what ran out of memory, by what is predicted."""
+    rooms = ("fits", "near the limit", "does not fit")
+    print("memory: of the steps that ran / that ran out of it, those that are predicted to fit, near the limit, not to")
+    counts: dict[str, Counter[tuple[str, bool]]] = {}
+    for row in found:
+        counts.setdefault(row.family, Counter())[room_of(row.job), row.measured_s is not None] += 1
+    counts["all"] = sum(counts.values(), Counter())
+    for family, own in counts.items():
+        ran, out = ([own[room, one] for room in rooms] for one in (True, False))
+        right = (ran[0] + sum(out[1:])) / own.total()
+        print(f"{family:<18} {own.total():>4}: {right:.0%} right; ran {ran}, ran out {out}")
+
+
+def room_of(job: Job) -> str:
+    plan = schedule(job.schedule, job.mesh.pipeline, job.microbatches, job.chunks)
+    fullest = max((memory(job, plan, worker) for worker in range(len(plan))), key=lambda one: one.total)
+    return fullest.room_in(job.machine.memory_nbytes)
 
 
 def on(row: Row, **machine: float) -> Row:
@@ -410,17 +488,17 @@ def show_rows(found: list[Row], constants: dict[str, float]) -> None:
 
 def show_kept_back(constants: dict[str, float]) -> None:
     """The rows that played no part in the model, with the constants that others fitted."""
-    errors, memory = [], []
+    errors, held = [], []
     for row, gib in kept_back():
         row = mixed(on(row, efficiency=constants["b200"]), constants["mixture"])
         predicted = predict(row.job)
         errors.append(predicted.seconds / row.measured_s - 1)
-        memory.append(predicted.memory.total / 2**30 / gib - 1)
+        held.append(predicted.memory.total / 2**30 / gib - 1)
         print(
             f"{row.family:<18} {row.label:<44} measured {row.measured_s:8.3f} s  predicted {predicted.seconds:8.3f} s "
-            f"{errors[-1]:+7.1%}  memory {gib:6.2f} GiB {memory[-1]:+6.1%}"
+            f"{errors[-1]:+7.1%}  memory {gib:6.2f} GiB {held[-1]:+6.1%}"
         )
-    for what, found in (("steps", errors), ("memory", memory)):
+    for what, found in (("steps", errors), ("memory", held)):
         sizes = [abs(error) for error in found]
         near = sum(size <= 0.05 for size in sizes) / len(sizes)
         spread = f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, {near:.0%} within 5%"
@@ -472,8 +550,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ablation", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--open", type=Path, metavar="FILE")
     options = parser.parse_args()
-    if options.ablation:
+    if options.open:
+        show_memory(published(options.open))
+    elif options.ablation:
         show_ablation(rows())
     elif options.speed:
         show_speed()

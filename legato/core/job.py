@@ -181,7 +181,9 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
     - `dropout`: after attention's softmax and before each residual addition.
     - `fused`: chains of elementwise operations are one kernel; otherwise each is one, and norms compute in 32 bits.
-    - `gradient_nbytes`: of a gradient where it is added up, and where it is sent.
+    - `fused_loss`: the loss reads logits of 16 bits, of which each worker has a part; otherwise torch's cross entropy
+      takes the whole logits, in 32 bits, on every worker.
+    - `gradient_nbytes`: of a gradient where it is added up. `sent_nbytes`: where it is sent, if not the same.
     - `hidden`: the collectives that run beside computation. Of `tensor` these are the backward pass's that belong to
       matrices divided by columns.
     - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
@@ -196,7 +198,9 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flash: bool = True
     dropout: bool = False
     fused: bool = True
+    fused_loss: bool = True
     gradient_nbytes: Literal[2, 4] = 4
+    sent_nbytes: Literal[2, 4] | None = None
     hidden: tuple[Hidden, ...] = ()
     gathers_inputs: bool = True
     divides_sends: bool = False
@@ -206,6 +210,11 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     recomputes: tuple[Recompute, ...] = ("none", "core", "selective", "full")
     shards: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of a gradient where it is sent."""
+        return self.sent_nbytes or self.gradient_nbytes
 
     def __post_init__(self) -> None:
         _within(self, ["vocabulary_multiple"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ _LEAST_TOKENS = 2048
 class Layouts:
     """The `best` layouts, the fastest first, of `number` that divide evenly.
 
-    If none fits in memory, `best` is empty and `nearest` misses by least. `complete` is false if the search reached
+    Those near the limit of the memory are among them, and so is the fastest that fits, however slow. If no layout is
+    near the limit or below it, `best` is empty and `nearest` misses by least. `complete` is false if the search reached
     its limit on work before it had shown that no other layout is faster.
     """
 
@@ -38,6 +40,11 @@ class Layouts:
 
     def __post_init__(self) -> None:
         assert self.best or self.nearest is not None
+
+    @property
+    def first(self) -> Step:
+        """The layout to try first: the fastest that fits, or else the fastest near the limit."""
+        return next((step for step in self.best if step.room == "fits"), self.best[0])
 
 
 def _divisors(number: int) -> list[int]:
@@ -108,26 +115,26 @@ def fastest(
     machine: Machine,
     gpus: int,
     batch: int,
-    memory_nbytes: float,
     number: int = 10,
 ) -> Layouts:
-    """The `number` fastest layouts that take at most `memory_nbytes` of a GPU.
+    """The `number` fastest layouts that take at most the memory of a GPU, and the fastest that fits.
 
     They are tried in the order of `floor_s`, which no prediction is below, and the search ends where that is above
-    the slowest of the best. Raises `InputError` if no layout divides evenly.
+    the slowest of the best and the fastest that fits. Raises `InputError` if no layout divides evenly.
     """
     candidates = list(jobs(name, model, framework, machine, gpus, batch))
     if not candidates:
         raise InputError(f"gpus: {gpus:,} for a batch of {batch:,} sequences (expected numbers that divide evenly)")
-    fitting = [job for job in candidates if static(job) <= memory_nbytes]
+    fitting = [job for job in candidates if static(job) <= machine.memory_nbytes]
     queue = [(floor_s(job), index) for index, job in enumerate(fitting)]
     heapq.heapify(queue)
     best: list[Step] = []
+    surest: Step | None = None
     nearest: Step | None = None
     passes, complete = 0, True
     while queue:
         floor, index = heapq.heappop(queue)
-        if len(best) == number and floor >= best[-1].seconds:
+        if len(best) == number and floor >= max(best[-1].seconds, surest.seconds if surest else math.inf):
             break
         job = fitting[index]
         passes += job.mesh.pipeline * job.chunks * job.microbatches
@@ -135,12 +142,16 @@ def fastest(
             complete = False
             break
         step = predict(job)
-        if step.memory.total <= memory_nbytes:
+        if step.room == "fits" and (surest is None or step.seconds < surest.seconds):
+            surest = step
+        if step.room != "does not fit":
             best = sorted([*best, step], key=lambda one: one.seconds)[:number]
         elif nearest is None or step.memory.total < nearest.memory.total:
             nearest = step
     if not best and nearest is None:
         nearest = predict(min(candidates, key=static))
+    if surest is not None and surest not in best:
+        best.append(surest)
     return Layouts(best, len(candidates), None if best else nearest, complete)
 
 

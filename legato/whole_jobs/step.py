@@ -9,7 +9,7 @@ from typing import NamedTuple
 from legato.core.job import Job
 from legato.core.program import Compute, clock
 from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, cost_of_work, send
-from legato.whole_jobs.memory import Memory, memory
+from legato.whole_jobs.memory import Memory, Room, memory
 from legato.whole_jobs.pipeline import STEPS, coarse
 from legato.whole_jobs.schedules import schedule
 from legato.whole_jobs.stages import is_away, passes, sent_nbytes, tail
@@ -41,6 +41,11 @@ class Step:
     def parts(self) -> dict[str, float]:
         """The seconds of which the step consists, by what the busiest worker does."""
         return {"computing": self.computing_s, "bubble": self.bubble_s, **self.exposed_s}
+
+    @property
+    def room(self) -> Room:
+        """Whether the memory of a GPU has room for this one's."""
+        return self.memory.room_in(self.job.machine.memory_nbytes)
 
     @property
     def tokens_per_s(self) -> float:

@@ -20,11 +20,13 @@ def test_the_search_finds_what_all_predictions_find(preset):
     for step in steps:
         assert floor_s(step.job) <= step.seconds * (1 + 1e-12)
         assert static(step.job) <= step.memory.total * (1 + 1e-12)
-    limit = sorted(step.memory.total for step in steps)[len(steps) // 2]
-    fitting = sorted(step.seconds for step in steps if step.memory.total <= limit)
-    found = fastest("small", MODEL, framework, machine, 16, 32, limit, 5)
+    limit = round(sorted(step.memory.total for step in steps)[len(steps) // 2])
+    near = sorted(step.seconds for step in steps if step.memory.total <= limit)
+    fits = min(step.seconds for step in steps if step.memory.room_in(limit) == "fits")
+    found = fastest("small", MODEL, framework, replace(machine, memory_nbytes=limit), 16, 32, 5)
     assert found.complete and found.number == len(steps)
-    assert [step.seconds for step in found.best] == fitting[:5]
+    assert [step.seconds for step in found.best[:5]] == near[:5]
+    assert found.first.seconds == fits and found.first.room == "fits"
 
 
 def test_tensor_parallel_layouts_are_sequence_parallel_too():

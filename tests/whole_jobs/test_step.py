@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import asdict
 
 import pytest
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
@@ -11,7 +12,7 @@ from legato import zoo
 from legato.core.errors import InputError
 from legato.core.job import Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
-from legato.whole_jobs.memory import activations
+from legato.whole_jobs.memory import Memory, activations
 from legato.whole_jobs.step import predict
 from legato.zoo.language.models import MODELS
 from legato.zoo.language.parameters import held, model_flops, parameters
@@ -179,6 +180,37 @@ def test_memory_of_states(data):
         layer = held(job(LLAMA, Mesh(pipeline=6)), 1).shared if shard == "parameters" else 0
         found = (memory.parameters - 2 * 2 * layer, memory.gradients, memory.optimizer)
         assert found == pytest.approx([times * size for times in states])
+
+
+def test_what_is_not_fused_keeps_more():
+    """torch's eager kernels: norms keep their inputs in 32 bits and what comes before the weights, a gated MLP its
+    activated gate, attention the scores before they are cast; and cross entropy all logits in 32 bits three times."""
+    tokens, hidden = LLAMA.sequence, LLAMA.hidden
+    eager, fused = (job(LLAMA, Mesh(), Framework(fused=fused)) for fused in (False, True))
+    more = activations(eager, False) - activations(fused, False)
+    assert more == 8 * tokens * hidden + 2 * tokens * LLAMA.intermediate
+    stored = [activations(replace(one, framework=replace(one.framework, flash=False)), False) for one in (eager, fused)]
+    assert stored[0] - stored[1] == more + 4 * tokens * LLAMA.sequence * LLAMA.heads
+    for tensor in (1, 2):
+        mesh = Mesh(tensor=tensor)
+        memory = [predict(job(LLAMA, mesh, Framework(fused_loss=one))).memory for one in (True, False)]
+        logits = tokens * LLAMA.vocabulary
+        assert memory[1].activations - memory[0].activations == 14 * logits - 4 * logits / tensor
+        assert memory[1].largest == max(asdict(memory[1]), key=lambda part: getattr(memory[1], part))
+
+
+def test_gradients_are_sent_in_another_precision_than_added_up():
+    one = job(LLAMA, Mesh(data=4), Framework(gradient_nbytes=2, sent_nbytes=4))
+    two, four = (predict(job(LLAMA, Mesh(data=4), Framework(gradient_nbytes=nbytes))) for nbytes in (2, 4))
+    step = predict(one)
+    assert step.memory == two.memory and step.sent == four.sent and two.sent != four.sent
+
+
+def test_a_job_fits_is_near_the_limit_or_does_not_fit():
+    memory = Memory(30.0, 20.0, 20.0, 15.0)
+    assert [memory.room_in(nbytes) for nbytes in (100, 99, 85, 84)] == [
+        "fits", "near the limit", "near the limit", "does not fit"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])

@@ -17,13 +17,13 @@ from legato.core.job import Job
 from legato.zoo.language.parameters import vocabulary_part
 from legato.zoo.language.work import Beside, Exchange, Work
 
-__all__ = ["Passes", "embeddings", "layer", "output", "tokens", "width"]
+__all__ = ["Passes", "embeddings", "layer", "logits", "output", "tokens", "width"]
 
 #: Bytes that the forward and the backward pass read and write for each element: as fused kernels, and one by one.
 _NORM, _NORM_UNFUSED = (4, 6), (30, 45)
 _ROTARY, _ROTARY_UNFUSED = (4, 4), (20, 20)
 _GATED, _GATED_UNFUSED, _GELU = (6, 10), (10, 18), (4, 6)
-_LOSS, _LOSS_UNFUSED = (6, 4), (14, 22)
+_LOSS, _LOSS_WHOLE = (6, 4), (14, 22)
 _RESIDUAL, _RESIDUAL_DROPOUT = (6, 4), (7, 5)
 _SCORES, _SCORES_DROPOUT = (5, 7), (10, 12)
 #: The forward pass's part of the fixed time of a mixture.
@@ -46,6 +46,11 @@ def tokens(job: Job) -> int:
 def width(job: Job) -> float:
     """Elements of an activation between matrix products on a worker: T h, divided under sequence parallelism."""
     return tokens(job) * job.model.hidden / (job.mesh.tensor if job.sequence_parallel else 1)
+
+
+def logits(job: Job) -> float:
+    """Logits of which a worker computes the loss."""
+    return tokens(job) * vocabulary_part(job) * (1 if job.framework.fused_loss else job.mesh.tensor)
 
 
 def layer(job: Job, mixture: bool) -> Passes:
@@ -239,14 +244,15 @@ def embeddings(job: Job) -> Passes:
 
 def output(job: Job) -> Passes:
     """The last norm, the output layer and the loss."""
-    fused, part = job.framework.fused, vocabulary_part(job)
+    part, whole = vocabulary_part(job), not job.framework.fused_loss
     product_s = _product_s(job, tokens(job), job.model.hidden, part)
-    norm, loss = _NORM if fused else _NORM_UNFUSED, _LOSS if fused else _LOSS_UNFUSED
+    norm, loss = _NORM if job.framework.fused else _NORM_UNFUSED, _LOSS_WHOLE if whole else _LOSS
     forward_s, backward_s = (
-        _memory_s(job, [width(job) * norm[k], tokens(job) * part * loss[k]]) + product_s for k in range(2)
+        _memory_s(job, [width(job) * norm[k], logits(job) * loss[k]]) + product_s for k in range(2)
     )
     gather = Exchange("tensor", "all_gather", ("tensor",), 2 * width(job) * job.mesh.tensor)
     forward = (gather,) if job.sequence_parallel else ()
+    forward += (gather._replace(nbytes=2 * logits(job)),) if whole else ()
     sends = _tensor(job, 2 * tokens(job) * job.model.hidden)
     backward = Work(backward_s).and_then(_placed(sends.beside, 2 * product_s, "tensor" in job.framework.hidden))
     return Passes(Work(forward_s, behind=forward), backward, Work(product_s))
