@@ -90,12 +90,15 @@ def b200_row(
     name: str, tensor: int, context: int, pipeline: int, data: int, expert: int, tokens: int, microbatches: int,
     milliseconds: float,
 ) -> Row:  # fmt: skip
-    """A measurement of SimuMax: nothing overlapped, one sequence a micro-batch, the optimizer sharded."""
+    """A measurement of SimuMax: nothing overlapped, one sequence a micro-batch, the optimizer sharded.
+
+    The fixed time of a mixture, which `fitted` finds, is that of these runs.
+    """
     job = Job(
         f"{name} TP{tensor} PP{pipeline} DP{data} EP{expert}, {microbatches} micro-batches",
         replace(B200_MODELS[name], sequence=tokens),
         Mesh(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert),
-        replace(CORE, hidden=()),
+        replace(CORE, hidden=(), mixture_s=4.0e-3),
         MACHINES["b200"],
         microbatches,
         shard="optimizer",
@@ -311,9 +314,18 @@ FACTS: dict[str, dict[str, Any]] = {
     # (core/optimizer/allreduce.py); logits gathered (column_parallel_linear.py: parallel_output is false) and given to
     # torch's cross entropy as float32 (transformer/model/losses/cross_entropy.py).
     "AA": {"gradient_nbytes": 2, "sent_nbytes": 4, "fused_loss": False},
+    # ... masked_softmax.py: the kernel torch is not fused
+    "AA-torch": {"fused_softmax": False},
     # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE
     "MPT": {"gradient_nbytes": 2},
+    # the preset, whose sources are in legato/zoo/presets.py
+    "NeMo": {field: getattr(FRAMEWORKS["nemo"], field) for field in ("hidden", "gradient_nbytes")},
+    # InternLM/InternEvo, configs/7B_sft.py: overlap_sync_grad is true, overlap_sync_param false
+    "InternEvo": {"hidden": ("tensor", "pipeline", "data:gradients")},
 }
+#: The first FlashAttention, of which llm-foundry's Triton kernel is one (submit_benchmarks.py: attn_impl is triton),
+#: reaches 25 to 40% of an A100's peak (arXiv 2307.08691, abstract).
+FIRST_FLASH = 0.325
 #: By data sheets; attention's efficiency of the same GPU, in its own precision.
 ON = {
     "a100": (80, 0.45), "a100-roce4x100": (80, 0.45), "h100": (79, 0.5), "h100-fp8": (79, 0.25),
@@ -337,9 +349,11 @@ def published(path: Path) -> list[Published]:
         row = json.loads(line)
         config, facts = row["config"], dict(row["config"]["framework"])
         framework = FRAMEWORKS.get(preset := facts.pop("preset"), CORE)
-        own = next((facts for name, facts in FACTS.items() if row["family"].startswith(name)), {})
         facts["hidden"] = tuple(facts["hidden"])
+        for name, own in FACTS.items():
+            facts |= own if row["family"].startswith(name) else {}
         gib, attention = ON[config["machine"]["name"]]
+        attention = FIRST_FLASH if row["family"].startswith(("AA-fa1", "MPT")) else attention
         machine = Machine(
             **config["machine"], memory_nbytes=gib * 2**30, efficiency=0.5, attention_efficiency=attention
         )
@@ -349,7 +363,7 @@ def published(path: Path) -> list[Published]:
             row["name"],
             LanguageModel(**config["model"]),
             mesh,
-            replace(framework, name=preset, **facts | own),
+            replace(framework, name=preset, **facts),
             machine,
             **{name: config[name] for name in names},
         )

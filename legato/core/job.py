@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from legato.core.units import Int64
 
 __all__ = [
     "DIMENSIONS",
+    "HIDDEN",
     "Framework",
     "Job",
     "LanguageModel",
@@ -34,7 +35,9 @@ DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "core", "selective", "full"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
-Hidden = Literal["tensor", "context", "expert", "pipeline", "data"]
+Hidden = Literal["tensor", "tensor:forward", "context", "expert", "pipeline", "data", "data:gradients"]
+#: The kinds of communication that may be hidden.
+HIDDEN: tuple[Hidden, ...] = get_args(Hidden)
 
 #: GPUs of a job, and passes of a micro-batch through a stage: a prediction takes minutes beyond them.
 _MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
@@ -179,17 +182,21 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a framework does, in so far as it changes a step.
 
     - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
+    - `fused_softmax`: of stored scores: scale, mask and softmax are one kernel; otherwise each is one, in 32 bits.
     - `dropout`: after attention's softmax and before each residual addition.
     - `fused`: chains of elementwise operations are one kernel; otherwise each is one, and norms compute in 32 bits.
     - `fused_loss`: the loss reads logits of 16 bits, of which each worker has a part; otherwise torch's cross entropy
       takes the whole logits, in 32 bits, on every worker.
     - `gradient_nbytes`: of a gradient where it is added up. `sent_nbytes`: where it is sent, if not the same.
     - `hidden`: the collectives that run beside computation. Of `tensor` these are the backward pass's that belong to
-      matrices divided by columns.
+      matrices divided by columns, and with `tensor:forward` all others, in parts beside the products that they feed or
+      that feed them. Of `data` also the gathers of parameters; with `data:gradients` only the gradients.
     - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
     - `divides_sends`: tensor-parallel workers send 1/tensor of an activation each to the next stage of a pipeline.
     - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
-    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch.
+    - `deduplicates`: of a token's copies that go to experts on one host, one crosses the network.
+    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch. Only a
+      measured step says them.
     - `host_s`: seconds that no GPU work hides, a layer and micro-batch.
     - `schedules`, `recomputes`, `shards`: what it offers to a search for layouts.
     """
@@ -198,9 +205,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flash: bool = True
     dropout: bool = False
     fused: bool = True
-    fused_loss: bool = True
     gradient_nbytes: Literal[2, 4] = 4
-    sent_nbytes: Literal[2, 4] | None = None
     hidden: tuple[Hidden, ...] = ()
     gathers_inputs: bool = True
     divides_sends: bool = False
@@ -210,6 +215,15 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     recomputes: tuple[Recompute, ...] = ("none", "core", "selective", "full")
     shards: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+    fused_softmax: bool = True
+    fused_loss: bool = True
+    sent_nbytes: Literal[2, 4] | None = None
+    deduplicates: bool = False
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether data-parallel gradients are reduced beside the backward pass."""
+        return not {"data", "data:gradients"}.isdisjoint(self.hidden)
 
     @property
     def reduced_nbytes(self) -> int:

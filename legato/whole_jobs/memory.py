@@ -144,7 +144,7 @@ def _kept(job: Job, mixture: bool, without_scores: bool) -> float:
     else:
         heads = model.heads * (4 * model.head_size + 2 * model.latent.rope)
     attention = 2 * tokens(job) * heads / tensor  # queries, keys, values and results
-    each = 2 + 3 * dropout + (0 if fused else 4)  # after softmax, and its results in 32 bits where it is not fused
+    each = 2 + 3 * dropout + (0 if job.framework.fused_softmax else 4)  # after softmax, and its results in 32 bits
     scores = 0 if without_scores else tokens(job) * model.sequence * model.heads / tensor * each
     inner = tokens(job) * (model.shared_intermediate if mixture else model.intermediate)
     rows = tokens(job) * model.active_experts if mixture else 0

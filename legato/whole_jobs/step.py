@@ -160,12 +160,12 @@ def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     Hidden collectives of gradients and of parameters are beside the last micro-batch's backward pass and the first
     one's forward pass.
     """
-    own, hidden = tail(job, worker), "data" in job.framework.hidden
+    own, framework = tail(job, worker), job.framework
     mine = stages[worker :: job.mesh.pipeline]
     backward_s = sum(one.backward.of(COMPUTING) + one.weights.of(COMPUTING) for one in mine)
     forward_s = sum(one.forward.of(COMPUTING) for one in mine)
-    gradients = cost_of(job, worker, own.gradients).behind(backward_s, hidden)
-    parameters = cost_of(job, worker, own.parameters).behind(forward_s, hidden)
+    gradients = cost_of(job, worker, own.gradients).behind(backward_s, framework.hides_gradients)
+    parameters = cost_of(job, worker, own.parameters).behind(forward_s, "data" in framework.hidden)
     # Two workers exchange the sums of a tied table at once, which takes as long as a transfer.
     tied = _send(job, job.mesh.pipeline - 1, own.tied_nbytes) if own.tied_nbytes else Cost()
     return gradients + parameters + tied + Cost({"optimizer": own.optimizer_s})

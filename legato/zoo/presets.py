@@ -29,19 +29,35 @@ __all__ = [
     "with_links",
 ]
 
-#: `megatron-core` with its usual options for overlap; `megatron-2021` is that of arXiv 2104.04473, whose attention
-#: stores its scores and whose tensor-parallel workers send parts of activations between stages.
+#: What each framework does, and where it says so:
+#:
+#: - `megatron-core`: Megatron-LM with its usual options (--tp-comm-overlap is off; --overlap-grad-reduce,
+#:   --overlap-param-gather, asynchronous backward tensor-parallel all-reduces and sends are on; gradients are added up
+#:   in float32, --make-vocab-size-divisible-by is 128, cross entropy takes a part of the logits).
+#: - `nemo`: the same library in NeMo's recipes for pre-training (ub_tp_comm_overlap is on, so all tensor-parallel
+#:   collectives go beside products; the default of context parallelism sends keys and values beside attention;
+#:   grad_sync_dtype is bf16).
+#: - `torchtitan`: FSDP2 and DTensor (MixedPrecisionPolicy: parameters in bfloat16, gradients reduced in float32;
+#:   sharded matrices keep their gathered inputs).
+#: - `megatron-2021`: arXiv 2104.04473, whose attention stores its scores, whose gradients are of 16 bits, and whose
+#:   tensor-parallel workers send parts of activations between stages.
+_CORE = Framework(
+    "megatron-core",
+    hidden=("tensor", "pipeline", "data"),
+    vocabulary_multiple=128,
+    schedules=("1f1b", "interleaved"),
+    recomputes=("none", "core", "full"),
+    shards=("none", "optimizer"),
+)
 FRAMEWORKS = {
     one.name: one
     for one in (
-        Framework(
-            "megatron-core",
-            hidden=("tensor", "pipeline", "data"),
-            vocabulary_multiple=128,
-            mixture_s=4.0e-3,
-            schedules=("1f1b", "interleaved"),
-            recomputes=("none", "core", "full"),
-            shards=("none", "optimizer"),
+        _CORE,
+        replace(
+            _CORE,
+            name="nemo",
+            hidden=("tensor", "tensor:forward", "context", "pipeline", "data"),
+            gradient_nbytes=2,
         ),
         Framework(
             "torchtitan",

@@ -10,8 +10,9 @@ from support.strategies import seeds
 
 from legato import zoo
 from legato.core.errors import InputError
-from legato.core.job import Framework, Mesh, WorkerGroup
+from legato.core.job import HIDDEN, Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
+from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.memory import Memory, activations
 from legato.whole_jobs.step import predict
 from legato.zoo.language.models import MODELS
@@ -189,14 +190,58 @@ def test_what_is_not_fused_keeps_more():
     eager, fused = (job(LLAMA, Mesh(), Framework(fused=fused)) for fused in (False, True))
     more = activations(eager, False) - activations(fused, False)
     assert more == 8 * tokens * hidden + 2 * tokens * LLAMA.intermediate
-    stored = [activations(replace(one, framework=replace(one.framework, flash=False)), False) for one in (eager, fused)]
-    assert stored[0] - stored[1] == more + 4 * tokens * LLAMA.sequence * LLAMA.heads
+    stored = [
+        activations(job(LLAMA, Mesh(), Framework(flash=False, fused_softmax=one)), False) for one in (False, True)
+    ]
+    assert stored[0] - stored[1] == 4 * tokens * LLAMA.sequence * LLAMA.heads
     for tensor in (1, 2):
         mesh = Mesh(tensor=tensor)
         memory = [predict(job(LLAMA, mesh, Framework(fused_loss=one))).memory for one in (True, False)]
         logits = tokens * LLAMA.vocabulary
         assert memory[1].activations - memory[0].activations == 14 * logits - 4 * logits / tensor
         assert memory[1].largest == max(asdict(memory[1]), key=lambda part: getattr(memory[1], part))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensor_parallel_collectives_are_hidden_in_both_passes(recompute):
+    """All but those of the embeddings, the output layer's gather and, of a layer, what is longer than its products."""
+    fast = replace(IDEAL, link_bytes_per_s=1e14)
+    steps = [
+        predict(job(LLAMA, Mesh(tensor=2), Framework(hidden=hidden), fast, recompute=recompute, sequence_parallel=True))
+        for hidden in ((), ("tensor",), ("tensor", "tensor:forward"))
+    ]
+    ends = 2 * LLAMA.sequence * LLAMA.hidden * 2 / 2  # reduce-scatter and gather of the embeddings
+    ends += 2 * LLAMA.sequence * LLAMA.hidden / 2  # the output layer's gather
+    assert steps[0].exposed_s["tensor"] > steps[1].exposed_s["tensor"] > steps[2].exposed_s["tensor"]
+    assert steps[2].exposed_s["tensor"] == pytest.approx(ends / 1e14, rel=1e-9)
+    assert steps[0].sent == steps[1].sent == steps[2].sent
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_gradients_are_hidden_and_gathers_of_parameters_are_not(shard):
+    fast = replace(IDEAL, link_bytes_per_s=1e15)
+    exposed = {
+        hidden: predict(job(LLAMA, Mesh(data=4), Framework(hidden=hidden), fast, shard=shard)).exposed_s["data"]
+        for hidden in ((), ("data:gradients",), ("data",))
+    }
+    gather = 2 * parameters(LLAMA) * 3 / 4 / 1e15 if shard == "optimizer" else 0
+    assert exposed["data",] == 0 and exposed[()] > exposed["data:gradients",]
+    assert exposed["data:gradients",] == pytest.approx(gather, rel=1e-9)
+    for hidden in ((), ("data:gradients",), ("data",)):
+        one = job(LLAMA, Mesh(data=4), Framework(hidden=hidden), fast, shard=shard)
+        assert simulate(one, network_of(fast, 4)).step.seconds == pytest.approx(predict(one).seconds, rel=1e-9)
+
+
+def test_copies_of_a_token_cross_the_network_once():
+    """Two experts of a token on hosts of 2: of both copies, 4 (1 - (3/4)^2) / 2 are sent."""
+    machine = replace(IDEAL, gpus_per_host=2)
+    sent_nbytes = [
+        sent(predict(job(MIXTURE, Mesh(data=data, expert=data), Framework(deduplicates=one), machine)), "expert")
+        for data in (8, 2)
+        for one in (True, False)
+    ]
+    assert sent_nbytes[0] == pytest.approx(4 * (1 - 0.75**2) / 2 * sent_nbytes[1])
+    assert sent_nbytes[2] == sent_nbytes[3]
 
 
 def test_gradients_are_sent_in_another_precision_than_added_up():
@@ -269,7 +314,7 @@ def test_what_holds_for_every_job(seed):
     assert sum(parts) == pytest.approx(step.seconds, rel=1e-9)
     assert min(parts) >= -1e-9 * step.seconds
     # what is hidden makes no step longer, and sends as much
-    everything = ("tensor", "context", "expert", "pipeline", "data")
+    everything = HIDDEN
     hidden = predict(replace(one, framework=replace(one.framework, hidden=everything)))
     exposed = predict(replace(one, framework=replace(one.framework, hidden=())))
     assert hidden.seconds <= step.seconds * (1 + 1e-9) <= exposed.seconds * (1 + 2e-9)
