@@ -18,12 +18,13 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import resource
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,7 +40,8 @@ from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.memory import memory
 from legato.whole_jobs.schedules import schedule
-from legato.whole_jobs.step import predict
+from legato.whole_jobs.step import Step, predict
+from legato.whole_jobs.sure import APART, Kind, kind_of
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 from legato.zoo.presets import FRAMEWORKS, MACHINES
@@ -50,7 +52,7 @@ FAMILIES = ("B200, dense", "B200, DeepSeek-V2", "2104.04473", "2205.05198", "tor
 
 
 class Row(NamedTuple):
-    """A step, its measured seconds, and whether it fits a constant."""
+    """A step, its measured seconds (none if it ran out of memory), and whether it fits a constant."""
 
     family: str
     label: str
@@ -333,16 +335,7 @@ ON = {
 }  # fmt: skip
 
 
-class Published(NamedTuple):
-    """A step that others measured, or that ran out of memory (without `measured_s`)."""
-
-    family: str
-    label: str
-    job: Job
-    measured_s: float | None
-
-
-def published(path: Path) -> list[Published]:
+def published(path: Path) -> list[Row]:
     """Steps in a file of lines: family, name, configuration, and seconds unless the step ran out of memory."""
     result = []
     for line in path.read_text().splitlines():
@@ -367,11 +360,122 @@ def published(path: Path) -> list[Published]:
             machine,
             **{name: config[name] for name in names},
         )
-        result.append(Published(row["family"], row["name"], job, row["measured_s"]))
+        result.append(Row(row["family"], row["name"], job, row["measured_s"]))
     return result
 
 
-def show_memory(found: list[Published]) -> None:
+def middling(found: list[Row]) -> list[Row]:
+    """The steps that ran, with the efficiency of the one of their machine and framework with the middle utilization."""
+    groups: dict[object, list[Row]] = {}
+    for row in found:
+        if row.measured_s:
+            groups.setdefault((row.job.machine.name, row.job.framework), []).append(row)
+    result = []
+    for rows in groups.values():
+        rows.sort(key=lambda row: model_flops(row.job.model) * row.job.tokens / row.job.mesh.workers / row.measured_s)
+        middle = rows[(len(rows) - 1) // 2]
+        machine, _ = fit([(middle.job, middle.measured_s)])
+        result += [on(row, efficiency=machine.efficiency)._replace(fit=row is middle) for row in rows]
+    return result
+
+
+def source(row: Row) -> str:
+    return row.family.partition("-")[0] if row.family.startswith("AA") else row.family
+
+
+def at_least(share: float, found: Iterable[float]) -> float:
+    """The least value that this share of them is not above."""
+    ordered = sorted(found)
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def spread(rows: Iterable[tuple[str, float]]) -> float:
+    """Of sources and the logarithms of measured over predicted seconds: the widest four of five of a source."""
+    own: dict[str, list[float]] = {}
+    for name, error in rows:
+        own.setdefault(name, []).append(abs(error))
+    return math.expm1(max(at_least(0.8, errors) for errors in own.values()))
+
+
+def show_open(path: Path) -> None:
+    """Published steps: errors by source, the order of pairs, memory, and the table of `legato/whole_jobs/sure.py`."""
+    found = published(path)
+    show_memory(found)
+    steps = {id(row): (row, predict(row.job)) for row in middling(found)}
+    for row, step in steps.values():
+        if row.fit:
+            print(f"fit: {row.family}, {row.label}: efficiency {step.job.machine.efficiency:.3f}")
+    families = dict.fromkeys(row.family for row, _ in steps.values())
+    for family in (*families, "all"):
+        errors = [
+            step.seconds / row.measured_s - 1
+            for row, step in steps.values()
+            if not row.fit and family in (row.family, "all")
+        ]
+        sizes = sorted(map(abs, errors))
+        near = [sum(size <= limit for size in sizes) / len(sizes) for limit in (0.05, 0.1)]
+        print(
+            f"{family:<18} {len(sizes):>4} predicted: median {statistics.median(sizes):.1%}, {near[0]:.0%} within 5%, "
+            f"{near[1]:.0%} within 10%, worst {max(errors, key=abs):+.1%}, signed {statistics.median(errors):+.1%}"
+        )
+    show_order(list(steps.values()))
+    show_kinds(list(steps.values()))
+
+
+def show_order(steps: list[tuple[Row, Step]]) -> None:
+    """Of pairs of layouts of one model on as many GPUs, by how far their predictions differ: those in the right order."""
+    groups: dict[object, list[tuple[float, float]]] = {}
+    for row, step in steps:
+        job = row.job
+        key = source(row), job.model, job.framework, job.machine.name, job.mesh.workers, job.tokens
+        groups.setdefault(key, []).append((row.measured_s, step.seconds))
+    pairs = [pair for own in groups.values() for pair in itertools.combinations(own, 2)]
+    for what, low, high, which in (
+        ("predictions", 0, APART, 1),
+        ("predictions", APART, 9, 1),
+        ("measured", APART, 9, 0),
+    ):
+        chosen = [
+            pair
+            for pair in pairs
+            if low <= max(pair[0][which], pair[1][which]) / min(pair[0][which], pair[1][which]) - 1 < high
+        ]
+        right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in chosen) / len(chosen)
+        print(f"order of {len(chosen)} pairs whose {what} differ by {low:.0%} to {high:.0%}: {right:.1%} right")
+    errors = [abs(a[1] / b[1] * b[0] / a[0] - 1) for a, b in pairs]
+    near = sum(error <= 0.08 for error in errors) / len(errors)
+    print(f"their ratios: median error {statistics.median(errors):.1%}, {near:.0%} within 8%")
+
+
+def show_kinds(steps: list[tuple[Row, Step]]) -> None:
+    """The table of `sure.py`, and how often its intervals hold for a source that they were made without."""
+    mine, constants = fitted(rows())
+    mine += [mixed(on(row, efficiency=constants["b200"]), constants["mixture"]) for row, _ in kept_back()]
+    steps = steps + [(row, predict(row.job)) for row in mine]
+    kinds: dict[Kind, list[tuple[str, float]]] = {}
+    presets: dict[Kind, list[tuple[str, float]]] = {}
+    for row, step in steps:
+        if not row.fit:
+            kinds.setdefault(kind_of(step), []).append((source(row), math.log(row.measured_s / step.seconds)))
+        if row.job.machine.name in MACHINES and not any(row is one for one in mine):
+            preset = on(row, efficiency=MACHINES[row.job.machine.name].efficiency)
+            seconds = predict(preset.job).seconds
+            presets.setdefault(kind_of(step), []).append((source(row), math.log(row.measured_s / seconds)))
+    held = inside = number = 0
+    for kind, own in sorted(kinds.items()):
+        wide, sources = spread(own), {name for name, _ in own}
+        preset = f", {max(wide, spread(presets[kind])):.2f}" if kind in presets else ""
+        print(f"    Kind({', '.join(map(repr, kind))}): Like({len(own)}, {len(sources)}, {wide:.2f}{preset}),")
+        inside += sum(abs(error) <= math.log1p(wide) for _, error in own)
+        for name in sources if len(sources) > 1 else ():
+            limit = math.log1p(spread(one for one in own if one[0] != name))
+            held += sum(abs(error) <= limit for one, error in own if one == name)
+            number += sum(one == name for one, _ in own)
+    total = sum(map(len, kinds.values()))
+    print(f"{inside / total:.0%} of {total} steps within; without their own source {held / number:.0%} of {number}")
+
+
+def show_memory(found: list[Row]) -> None:
     """What ran and what ran out of memory, by what is predicted."""
     rooms = ("fits", "near the limit", "does not fit")
     print("memory: of the steps that ran / that ran out of it, those that are predicted to fit, near the limit, not to")
@@ -567,7 +671,7 @@ def main() -> int:
     parser.add_argument("--open", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.open:
-        show_memory(published(options.open))
+        show_open(options.open)
     elif options.ablation:
         show_ablation(rows())
     elif options.speed:

@@ -13,6 +13,7 @@ from legato.core.errors import InputError
 from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict
+from legato.whole_jobs.sure import APART
 
 __all__ = ["Layouts", "fastest", "jobs", "machines"]
 
@@ -45,6 +46,11 @@ class Layouts:
     def first(self) -> Step:
         """The layout to try first: the fastest that fits, or else the fastest near the limit."""
         return next((step for step in self.best if step.room == "fits"), self.best[0])
+
+    @property
+    def equal(self) -> list[Step]:
+        """The first ones, which predictions do not tell apart."""
+        return [step for step in self.best if step.seconds < (1 + APART) * self.best[0].seconds]
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Frameworks, machines and devices by name: facts of releases and data sheets, and efficiencies that were fitted.
 
-The efficiency of a machine is that of steps of one framework on it (docs/whole_jobs.md); another framework may be off
-by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
+The efficiency of a machine is that of steps of one framework on it; `whole_jobs.sure` says how far off others are.
 """
 
 from __future__ import annotations
