@@ -374,7 +374,7 @@ def middling(found: list[Row]) -> list[Row]:
     for rows in groups.values():
         rows.sort(key=lambda row: model_flops(row.job.model) * row.job.tokens / row.job.mesh.workers / row.measured_s)
         middle = rows[(len(rows) - 1) // 2]
-        machine, _ = fit([(middle.job, middle.measured_s)])
+        machine, *_ = fit([(middle.job, middle.measured_s)])
         result += [on(row, efficiency=machine.efficiency)._replace(fit=row is middle) for row in rows]
     return result
 
@@ -423,7 +423,7 @@ def show_open(path: Path) -> None:
 
 
 def show_order(steps: list[tuple[Row, Step]]) -> None:
-    """Of pairs of layouts of one model on as many GPUs, by how far their predictions differ: those in the right order."""
+    """Pairs of layouts of one model on as many GPUs in the right order, by how far their predictions differ."""
     groups: dict[object, list[tuple[float, float]]] = {}
     for row, step in steps:
         job = row.job
@@ -552,7 +552,7 @@ def one_fits(found: list[Row]) -> list[float]:
     dense = [row for row in found if row.job.model.experts == 1]
     errors = []
     for row in dense:
-        machine, _ = fit([(row.job, row.measured_s)])
+        machine, *_ = fit([(row.job, row.measured_s)])
         others = [other for other in dense if other is not row and other.job.machine.name == machine.name]
         errors += [abs(on(other, efficiency=machine.efficiency).error()) for other in others]
     return errors
