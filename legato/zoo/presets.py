@@ -87,6 +87,14 @@ MACHINES = {
         Machine("h100", 989.4e12, 3350e9, 79 * 2**30, 450e9, 50e9, 0.597, 0.5),
         Machine("h100-500w", 989.4e12, 2400e9, 95 * 2**30, 450e9, 50e9, 0.4455, 0.35),
         Machine("b200", 2250e12, 8000e9, 179 * 2**30, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
+        # Of an NVL72; its efficiency is that of three published steps of NeMo.
+        Machine("gb200", 2450e12, 8000e9, 184 * 2**30, 900e9, 50e9, 0.446, 0.42, gpus_per_host=72, link_share=0.67),
+        # The chip of an h100, whose efficiencies they have: no step on them fitted any.
+        Machine("h200", 989.4e12, 4800e9, 140 * 2**30, 450e9, 50e9, 0.597, 0.5),
+        Machine("h800", 989.4e12, 3350e9, 79 * 2**30, 200e9, 50e9, 0.597, 0.5),
+        # 620 TFLOP/s of products in benchmarks of SemiAnalysis (December 2024); seven links of 64 GB/s. Attention as
+        # FlashAttention-2 has it on an h100.
+        Machine("mi300x", 1307.4e12, 5300e9, 191 * 2**30, 448e9, 50e9, 0.474, 0.35),
     )
 }
 
