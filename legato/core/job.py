@@ -298,8 +298,9 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     `recompute` in the backward pass: attention's `core`; every second matrix product and all elementwise operations
     (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard`: what each data-parallel
-    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. Raises `InputError` on what does not
-    divide or is empty, and `TooLargeError` beyond four million passes.
+    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. With `replicas`, only the neighbours
+    in each of so many groups of data-parallel workers divide them (HSDP). Raises `InputError` on what does not divide
+    or is empty, and `TooLargeError` beyond four million passes.
     """
 
     name: str
@@ -315,9 +316,10 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
     recompute: Recompute = "none"
     shard: Shard = "none"
     sequence_parallel: bool = False
+    replicas: Int64 = 1
 
     def __post_init__(self) -> None:
-        _within(self, ["microbatches", "microbatch", "chunks"])
+        _within(self, ["microbatches", "microbatch", "chunks", "replicas"])
         self._check_divides()
         if self.chunks > 1 and self.schedule != "interleaved":
             raise InputError(f"chunks: {self.chunks} (expected 1: only the schedule interleaved has more)")
@@ -342,6 +344,11 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
                 raise InputError(f"model.{what}: {number} (expected a multiple of the {mesh.tensor} workers of tensor)")
         if model.sequence % (2 * mesh.context if mesh.context > 1 else 1):
             raise InputError(f"model.sequence: {model.sequence} (expected a multiple of 2 x {mesh.context} of context)")
+        if self.replicas > 1 and (mesh.data % self.replicas or self.shard != "parameters" or mesh.expert > 1):
+            raise InputError(
+                f"replicas: {self.replicas} (expected a divisor of the {mesh.data} workers of data, and that these "
+                "shard parameters but no experts)"
+            )
         if model.experts % mesh.expert:
             raise InputError(f"mesh.expert: {mesh.expert} (expected a divisor of the {model.experts} experts)")
 
@@ -371,6 +378,18 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return tuple(counts)
 
     @property
+    def uneven(self) -> bool:
+        """Whether chunks differ in layers, with and without the embeddings and the output layer as one each."""
+        whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
+        return len(set(self.split)) > 1 and len(set(whole)) > 1
+
+    @cached_property
+    def divided(self) -> Mesh:
+        """The mesh, whose dimension `expert` are the workers that divide parameters if these have replicas."""
+        mesh = self.mesh
+        return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
@@ -380,6 +399,6 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
         Where groups lie differently on their hosts, it stands for the slowest: all others wait for it.
         """
-        groups = self.mesh.placements(names, self.machine.gpus_per_host, stage)
+        groups = self.divided.placements(names, self.machine.gpus_per_host, stage)
         workers = [Counter(hosts).values() for hosts in groups]
         return WorkerGroup(len(groups[0]), max(map(len, workers)), min(map(min, workers)))

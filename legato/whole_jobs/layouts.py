@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
-from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule
+from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict
 from legato.whole_jobs.sure import APART
@@ -86,14 +86,20 @@ def _of_mesh(
     schedules: list[tuple[Schedule, int]] = [
         (schedule, chunks)
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
-        for chunks in (_CHUNKS if schedule == "interleaved" else (1,))
+        for chunks in (_chunks(model.layers, mesh.pipeline) if schedule == "interleaved" else (1,))
     ]
-    shards = framework.shards if mesh.data * mesh.context > 1 else ("none",)
+    # Sharded parameters may have a replica on each host, or so many GPUs.
+    copies = mesh.data // math.gcd(mesh.data, machine.gpus_per_host) if mesh.expert == 1 else 1
+    shards: list[tuple[Shard, int]] = [
+        (shard, replicas)
+        for shard in (framework.shards if mesh.data * mesh.context > 1 else ("none",))
+        for replicas in sorted({1, copies if shard == "parameters" and copies < mesh.data else 1})
+    ]
     kept = [one for one in framework.recomputes if one != "core" or not framework.flash]
     least = _LEAST_TOKENS * mesh.context if mesh.context > 1 else 0
     for microbatch in (one for one in _MICROBATCHES if sequences % one == 0 and one * model.sequence >= least):
         for schedule, chunks in schedules:
-            for shard in shards:
+            for shard, replicas in shards:
                 for recompute in kept:
                     try:
                         yield Job(
@@ -109,9 +115,16 @@ def _of_mesh(
                             recompute=recompute,
                             shard=shard,
                             sequence_parallel=mesh.tensor > 1,
+                            replicas=replicas,
                         )
                     except InputError:  # does not divide evenly
                         continue
+
+
+def _chunks(layers: int, pipeline: int) -> list[int]:
+    """Chunks of a stage: all that divide its layers, or with the embeddings and the output layer as one each."""
+    found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
+    return sorted((found | set(_CHUNKS)) - {1})
 
 
 def fastest(

@@ -91,7 +91,14 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas."""
+    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas.
+
+    Where parameters have replicas, these sum the parts of the gradients that they own.
+    """
+    if job.replicas > 1:
+        inside = Exchange("data", operation, ("expert", "context"), nbytes * own.shared)
+        sums = inside._replace(operation="all_reduce", dimensions=("replica",), nbytes=nbytes * owned(job, own))
+        return (inside, sums) if operation == "reduce_scatter" else (inside,)
     shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)
     replicas = shared._replace(dimensions=("replica", "context"), nbytes=nbytes * own.experts)
     return (shared, replicas) if own.experts else (shared,)

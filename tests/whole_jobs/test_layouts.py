@@ -35,6 +35,20 @@ def test_tensor_parallel_layouts_are_sequence_parallel_too():
     assert all(job.sequence_parallel == (job.mesh.tensor > 1) for job in found)
 
 
+def test_all_chunks_that_divide_evenly_are_tried():
+    """Of 12 layers on 2 stages: 2, 3 and 6 chunks, 7 with the ends, and 4 (8 would be more than layers)."""
+    model = replace(MODEL, layers=12)
+    found = list(jobs("small", model, framework_named("megatron-core"), machine_named("h100"), 16, 32))
+    chunks = {job.chunks: job.uneven for job in found if job.mesh.pipeline == 2 and job.schedule == "interleaved"}
+    assert chunks == {2: False, 3: False, 4: True, 6: False, 7: False}
+
+
+def test_sharded_parameters_may_have_a_replica_on_each_host():
+    found = list(jobs("small", MODEL, framework_named("torchtitan"), machine_named("h100"), 32, 32))
+    assert {job.replicas for job in found if job.mesh.data == 32} == {1, 4}
+    assert {job.replicas for job in found if job.mesh.data <= 8} == {1}
+
+
 def test_context_parallelism_leaves_as_many_tokens_as_measured_steps_have():
     found = list(jobs("small", MODEL, framework_named("megatron-core"), machine_named("h100"), 16, 32))
     tokens = {job.microbatch * MODEL.sequence // job.mesh.context for job in found if job.mesh.context > 1}

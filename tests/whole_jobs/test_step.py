@@ -127,6 +127,38 @@ def test_volumes_of_zero(data):
         assert sent(step, "data") == pytest.approx(2 * times * size)
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_of_sharded_parameters(replicas, pipeline):
+    """HSDP: the shards' collectives among 8 / replicas neighbours, and an all-reduce of what each owns."""
+    machine, mesh = replace(IDEAL, gpus_per_host=8 // replicas), Mesh(data=8, pipeline=pipeline)
+    one, whole = (
+        job(LLAMA, mesh, Framework(gradient_nbytes=2), machine, shard="parameters", replicas=copies)
+        for copies in (replicas, 1)
+    )
+    size, shards = parameters(LLAMA) / pipeline, 8 // replicas
+    step, times = predict(one), 3 if pipeline == 1 else 2  # a pipeline gathers once a step
+    summed = 2 * (replicas - 1) / replicas * size / shards
+    assert sent(step, "data") == pytest.approx(2 * (times * size * (shards - 1) / shards + summed))
+    assert step.sent["data", "network"] == pytest.approx(2 * summed)
+    assert step.memory.optimizer == pytest.approx(replicas * predict(whole).memory.optimizer)
+    links = simulate(one, network_of(machine, one.mesh.workers)).step
+    assert sum(links.sent.values()) == pytest.approx(sum(step.sent.values()))
+
+
+@pytest.mark.parametrize("more", [{"replicas": 3}, {"replicas": 2, "shard": "optimizer"}])
+def test_where_there_are_no_replicas(more):
+    with pytest.raises(InputError, match=r"replicas: . .expected a divisor of the 8 workers of data, and that these"):
+        job(LLAMA, Mesh(data=8), **{"shard": "parameters", **more})
+
+
+def test_stages_are_even_with_or_without_the_ends():
+    even, ends, uneven = (replace(LLAMA, layers=layers) for layers in (8, 6, 7))
+    found = [job(one, Mesh(pipeline=4), microbatches=4) for one in (even, ends, uneven)]
+    assert [one.uneven for one in found] == [False, False, True] and found[1].split == (1, 2, 2, 1)
+    assert not job(uneven).uneven
+
+
 @pytest.mark.parametrize("expert", [2, 4, 8])
 def test_bytes_of_experts(expert):
     """Dispatch and combine, T h x active experts each, forward and backward; experts are reduced among replicas."""
