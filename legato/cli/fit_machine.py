@@ -87,8 +87,8 @@ def fit_machine(
         )
     for one in fitted.odd:
         note(
-            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step, whose own efficiency, {one.efficiency:.4f}, "
-            "is more than 10% from all others (is its configuration another one?)"
+            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step, for its own efficiency is "
+            f"{one.efficiency:.4f}, more than 10% from that of all (is its configuration another one?)"
         )
     note(_sure(found) + ("" if output is None else f" -> {output}"))
 

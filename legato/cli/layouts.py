@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
 
 #: What allocators and libraries take is not predicted.
-_MEMORY_SHARE, _UNCOUNTED = 0.9, "memory that allocators and libraries take is not counted"
+_UNCOUNTED = "memory that allocators and libraries take is not counted"
+#: Behind the memory of a layout.
+_MARKS = {"fits": "", "near the limit": ", near the limit", "does not fit": ""}
 #: The columns of tables that are text.
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
@@ -38,8 +41,8 @@ class Searched:
 
     gpus: int | None = setting(None, "GPUs of the job.")
     batch: int | None = setting(None, "Sequences of a step, of all replicas.")
-    preset: str = setting("megatron-core", "Framework: megatron-core, torchtitan or megatron-2021.")
-    memory: str | None = setting(None, "Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
+    preset: str = setting("megatron-core", "Framework: megatron-core, nemo, torchtitan or megatron-2021.")
+    memory: str | None = setting(None, "Memory of a GPU, such as 72GiB.", show_default="the device's")
     number: int = setting(10, "Number of layouts to show.")
 
     def find(self, name: str, shape: Shape, links: Given) -> Layouts:
@@ -52,16 +55,16 @@ class Searched:
             if value is None or value < 1:
                 raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
         machine = links.on(machine_named("h100"))
-        allowed: float = _MEMORY_SHARE * machine.memory_nbytes
         if self.memory is not None:
-            allowed = quantity("memory", self.memory, parse_bytes)
+            machine = replace(machine, memory_nbytes=round(quantity("memory", self.memory, parse_bytes)))
         model, framework = shape_of(name, shape.given()), framework_named(self.preset)
         assert self.gpus is not None and self.batch is not None
-        found = fastest(name, model, framework, machine, self.gpus, self.batch, allowed, self.number)
+        found = fastest(name, model, framework, machine, self.gpus, self.batch, self.number)
         if found.nearest is not None:
             raise InputError(
-                f"--memory: none of {found.number:,} layouts fits in {format_bytes(allowed)} (the nearest, "
-                f"{_words(found.nearest.job)}, takes {format_bytes(found.nearest.memory.total)})"
+                f"--memory: none of {found.number:,} layouts fits in {format_bytes(machine.memory_nbytes)} (the "
+                f"nearest, {_words(found.nearest.job)}, takes {format_bytes(found.nearest.memory.total)}, of which "
+                f"{found.nearest.memory.largest} the most)"
             )
         return found
 
@@ -90,8 +93,8 @@ def _search(
     check_file("report", how.report, ".html")
     found = what.find(name, shape, links)
     if output is not None:
-        files.write(output, found.best[0].job)
-    _show(found.best[0], found, how)
+        files.write(output, found.first.job)
+    _show(found.first, found, how)
 
 
 def _of_job(name: str, /, how: Shown) -> None:
@@ -105,7 +108,11 @@ def _of_job(name: str, /, how: Shown) -> None:
 
 def layouts(
     name: Annotated[
-        str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
+        str,
+        typer.Argument(
+            metavar="NAME|J.json",
+            help="A language model, or its configuration, or a whole job, whose layout stays.",
+        ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],
 ) -> None:
@@ -116,7 +123,7 @@ def layouts(
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """
-    face = _of_job if Path(name).suffix == ".json" else _search
+    face = _of_job if name.endswith(".json") and files.holds(files.load(name), Job) else _search
     options.run(face, name, wrong="means nothing for a whole job")
 
 
@@ -139,7 +146,8 @@ def _show(best: Step, found: Layouts | None, how: Shown) -> None:
         return
     if found is not None:
         print_text(_table(found), *_NAMES)
-        note(_verdict(found))
+        for line in _verdict(found):
+            note(line)
     print_text(_machines_table(best, faster), *_NAMES)
     for caveat in caveats(best):
         note(caveat)
@@ -169,7 +177,9 @@ def _layout(step: Step) -> dict[str, Any]:
         "microbatch": job.microbatch,
         "microbatches": job.microbatches,
         "recompute": job.recompute,
+        "uneven": job.uneven,
         "shard": job.shard,
+        "replicas": job.replicas,
     }
 
 
@@ -180,7 +190,8 @@ def _words(job: Job) -> str:
 
 
 def _schedule(job: Job) -> str:
-    return f"{job.schedule}{f' x {job.chunks}' if job.chunks > 1 else ''}" if job.mesh.pipeline > 1 else ""
+    chunks, uneven = f" x {job.chunks}" if job.chunks > 1 else "", ", uneven" if job.uneven else ""
+    return f"{job.schedule}{chunks}{uneven}" if job.mesh.pipeline > 1 else ""
 
 
 def _title(job: Job) -> str:
@@ -199,10 +210,10 @@ def _table(found: Layouts) -> TextTable:
             _schedule(step.job),
             f"{step.job.microbatches} of {step.job.microbatch}",
             step.job.recompute,
-            step.job.shard,
-            format_seconds(step.seconds),
+            step.job.shard + (f", {step.job.replicas} replicas" if step.job.replicas > 1 else ""),
+            format_seconds(step.seconds) + (" =" if len(found.equal) > 1 and step in found.equal else ""),
             percent(step.utilization),
-            format_bytes(step.memory.total),
+            format_bytes(step.memory.total) + _MARKS[step.room],
             waits(step.parts),
         )
         for step in found.best
@@ -210,9 +221,34 @@ def _table(found: Layouts) -> TextTable:
     return TextTable(f"{_title(found.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
 
 
-def _verdict(found: Layouts) -> str:
-    fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
-    return f"of {found.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten"
+def _verdict(found: Layouts) -> Iterator[str]:
+    """Whether others are faster, which of these predictions do not tell apart, and what decides between them."""
+    from legato.whole_jobs.sure import APART, ORDER_APART, ORDER_NEAR
+
+    fastest = "none is predicted to be faster" if found.complete else "others may be faster, as the search has a limit"
+    yield f"of {found.number:,} layouts: {fastest}"
+    equal = found.equal
+    if len(equal) == 1:
+        yield (
+            f"the others are at least {percent(APART, 0)} slower; of measured pairs so far apart, "
+            f"{percent(ORDER_APART, 0)} were in the predicted order"
+        )
+        return
+    other = next((step for step in equal[1:] if step.job.mesh != equal[0].job.mesh), equal[1])
+    yield (
+        f"{len(equal)} are equal (=): of measured pairs within {percent(APART, 0)}, {percent(ORDER_NEAR, 0)} were in "
+        f"the predicted order. To decide, measure {_both(equal[0].job, other.job)}, and fit the machine to both"
+    )
+
+
+def _both(one: Job, other: Job) -> str:
+    if one.mesh != other.mesh:
+        return f"{_words(one)} and {_words(other)}"
+    own, others = (
+        f"{_schedule(job)} {job.microbatches} of {job.microbatch}, recompute {job.recompute}, shard {job.shard}".strip()
+        for job in (one, other)
+    )
+    return f"{_words(one)} with {own} and with {others}"
 
 
 def _machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
@@ -235,7 +271,7 @@ def _report(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Model
         bars = [breakdown(_words(step.job), step.parts, facts=_facts(step.job, found)) for step in found.best]
         charts.append(BreakdownChart("The fastest layouts", DRAWN, tuple(bars)))
         told.insert(0, _table(found))
-        known = [_verdict(found), f"with the fastest layout, {known[0]}", *known[1:]]
+        known = [*_verdict(found), f"with the first layout, {known[0]}", *known[1:]]
     bars = [breakdown(name, step.parts, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
     title = f"The same layout ({_words(best.job)}) on another machine"
     hint = "One thing of the machine is better. The time of each step is followed by the speedup."

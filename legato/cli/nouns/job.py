@@ -16,12 +16,13 @@ from rich.table import Table
 from legato.cli.axes import Given, axes, describe_links
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
-from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, setting, split
+from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, quantity, setting, split
 from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table, print_text
 from legato.core import files
 from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
-from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
+from legato.core.job import DIMENSIONS, HIDDEN, Framework, Job, LanguageModel, Machine, Mesh, Schedule, Shard
+from legato.core.quantities import parse_seconds
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
@@ -51,14 +52,13 @@ OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
 #: The columns of tables that are text.
 _NAMES = ("job", "waits for")
-
+#: Bytes of a gradient by its precision.
+_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: What a chart of breakdowns shows.
 DRAWN = (
     "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
     "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
 )
-#: A layer's forward and backward pass in less time may be bound by the host.
-_SMALL_S = 5e-3
 #: Steps that differ by a smaller share take as long.
 _ROUNDING = 1e-9
 
@@ -84,6 +84,9 @@ class Layout:
     chunks: int | None = setting(None, "Chunks of layers of a stage.", show_default="1; 2 if interleaved")
     split: str | None = setting(None, "Layers of each chunk, such as 7,8,8,7.", show_default="even")
     shard: Shard | None = setting(None, "What data-parallel GPUs keep only their own part of.", show_default="none")
+    replicas: int | None = setting(
+        None, "Groups of data-parallel GPUs that each have all parameters, with --shard parameters.", show_default="1"
+    )
     sequence_parallel: bool | None = setting(
         None, "Divide sequences between tensor-parallel products.", "--sequence-parallel", show_default="no"
     )
@@ -91,11 +94,44 @@ class Layout:
         None, "Recompute only attention's core, or every second product.", show_default="nothing; --recompute: all"
     )
     preset: str | None = setting(
-        None, "Framework: megatron-core, torchtitan or megatron-2021.", show_default="megatron-core"
+        None, "Framework: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
     )
     overlap: str | None = setting(
         None,
-        "Kinds of communication that run beside computation, of tensor, context, expert, pipeline and data; or none.",
+        f"Kinds of communication that run beside computation, of {', '.join(HIDDEN)}; or none.",
+        show_default="the preset's",
+    )
+
+    gradient_dtype: str | None = setting(
+        None,
+        "Precision in which gradients are added up, fp32 or bf16; with another to send them in: bf16:fp32.",
+        show_default="the preset's",
+    )
+    fused_loss: bool | None = setting(
+        None,
+        "Whether the loss reads each GPU's part of the logits in 16 bits, or all of them in 32 bits.",
+        "--fused-loss/--whole-logits",
+        show_default="the preset's",
+    )
+    deduplicate_experts: bool | None = setting(
+        None,
+        "Send one copy of a token to the experts of a host.",
+        "--deduplicate-experts",
+        show_default="one to each expert",
+    )
+    mixture_time: str | None = setting(
+        None, "Host work and small kernels of a mixture, a layer and micro-batch, such as 4ms.", show_default="none"
+    )
+    host_time: str | None = setting(
+        None, "Time that no GPU work hides, a layer and micro-batch, such as 5ms.", show_default="none"
+    )
+    attention_efficiency: float | None = setting(
+        None, "Share of the peak that attention reaches.", show_default="the device's"
+    )
+    fused: bool | None = setting(
+        None,
+        "Whether chains of elementwise operations are one kernel.",
+        "--fused/--eager",
         show_default="the preset's",
     )
 
@@ -114,18 +150,35 @@ class Layout:
             sizes["order"] = tuple(split(self.order))
         return Mesh(**sizes, expert=self.expert or 1)
 
+    def facts_of(self, framework: Framework) -> Framework:
+        """The framework with the facts that the options give."""
+        facts: dict[str, Any] = {
+            "fused": self.fused, "fused_loss": self.fused_loss, "deduplicates": self.deduplicate_experts
+        }  # fmt: skip
+        for field, option, text in (
+            ("mixture_s", "mixture-time", self.mixture_time), ("host_s", "host-time", self.host_time)
+        ):  # fmt: skip
+            facts[field] = None if text is None else quantity(option, text, parse_seconds)
+        if self.overlap is not None:
+            facts["hidden"] = () if self.overlap == "none" else tuple(split(self.overlap))
+            if unknown := set(facts["hidden"]) - set(HIDDEN):
+                raise InputError(f"--overlap: {min(unknown)!r} (expected {', '.join(HIDDEN)} or none)")
+        if self.gradient_dtype is not None:
+            added, _, sent = self.gradient_dtype.partition(":")
+            if not {added, sent or added} <= _NBYTES.keys():
+                raise InputError(f"--gradient-dtype: {self.gradient_dtype!r} (expected fp32, bf16, or bf16:fp32)")
+            facts |= {"gradient_nbytes": _NBYTES[added], "sent_nbytes": _NBYTES.get(sent)}
+        return replace(framework, **{field: value for field, value in facts.items() if value is not None})
+
     def job(self, name: str, model: LanguageModel, machine: Machine, *, recompute: bool) -> Job:
         from legato.zoo.presets import framework_named
 
-        framework = framework_named(self.preset or "megatron-core")
-        if self.overlap is not None:
-            hidden = () if self.overlap == "none" else tuple(split(self.overlap))
-            if unknown := set(hidden) - {"expert", *DIMENSIONS}:
-                raise InputError(f"--overlap: {min(unknown)!r} (expected {', '.join(DIMENSIONS)}, expert or none)")
-            framework = replace(framework, hidden=hidden)
+        framework = self.facts_of(framework_named(self.preset or "megatron-core"))
         if recompute and self.recompute_only:
             raise InputError("--recompute and --recompute-only: give one or the other")
         schedule = self.pipeline_schedule or "1f1b"
+        if self.attention_efficiency is not None:
+            machine = replace(machine, attention_efficiency=self.attention_efficiency)
         return Job(
             name,
             model,
@@ -140,6 +193,7 @@ class Layout:
             recompute="full" if recompute else self.recompute_only or "none",
             shard=self.shard or "none",
             sequence_parallel=bool(self.sequence_parallel),
+            replicas=_or_one(self.replicas),
         )
 
 
@@ -166,7 +220,8 @@ def write(
     """Write the job of a language model, and what its GPUs send."""
     from legato.whole_jobs.step import predict
 
-    job = layout.job(name, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
+    label = Path(name).stem if name.endswith(".json") else name
+    job = layout.job(label, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
     step = predict(job)
     if output is not None:
         files.write(output, job)
@@ -298,6 +353,9 @@ def _same(rows: Sequence[JobRow]) -> str:
 
 def values(step: Step) -> dict[str, Any]:
     """What `--json` prints of a step."""
+    from legato.whole_jobs.sure import interval
+
+    likely = interval(step)
     sent: dict[str, dict[str, float]] = {}
     for (kind, tier), nbytes in step.sent.items():
         sent.setdefault(kind, {})[tier] = nbytes
@@ -305,6 +363,8 @@ def values(step: Step) -> dict[str, Any]:
         "name": step.job.name,
         "gpus": step.job.mesh.workers,
         "step_s": step.seconds,
+        "interval_s": None if likely is None else [likely.low_s, likely.high_s],
+        "measured_steps": 0 if likely is None else likely.like.steps,
         "computing_s": step.computing_s,
         "bubble_s": step.bubble_s,
         "exposed_s": step.exposed_s,
@@ -312,6 +372,7 @@ def values(step: Step) -> dict[str, Any]:
         "utilization": step.utilization,
         "sent_nbytes": sent,
         "memory_nbytes": asdict(step.memory),
+        "room": step.room,
     }
 
 
@@ -345,22 +406,36 @@ def described(job: Job) -> str:
 
 def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
-    from legato.zoo.presets import MACHINES
+    from legato.whole_jobs.sure import SMALL_S, interval, is_default, kind_of
 
-    machine, memory = step.job.machine, step.memory
+    machine, framework, memory = step.job.machine, step.job.framework, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
-    fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
+    has, why = format_bytes(machine.memory_nbytes), f"{memory.largest} take the most"
+    room = {
+        "fits": f"fits in {has}",
+        "near the limit": f"near the limit of {has} (libraries and fragments come on top; {why})",
+        "does not fit": f"does not fit in {has} ({why})",
+    }[step.room]
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}): {room}"
     yield describe_links(machine)
-    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        yield (
-            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
-            "20 to 25% more or less; legato fit-machine fits it)"
-        )
+    default = is_default(machine)
+    whose = "a default; legato fit-machine fits it" if default else "given or fitted"
+    yield f"efficiency {machine.efficiency:g} of {machine.name} ({whose})"
+    if (likely := interval(step)) is None:
+        fitted = " with a default efficiency" if default else ""
+        yield f"no measured step is like this one{fitted} ({kind_of(step)}): how far off it is, nobody knows"
     else:
-        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
-    if step.layer_s < _SMALL_S:
-        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
+        yield (
+            f"{format_seconds(likely.low_s)} to {format_seconds(likely.high_s)} in four cases of five, by "
+            f"{likely.like.steps} measured steps of {count(likely.like.sources, 'source')} ({kind_of(step)})"
+        )
+    if step.layer_s < SMALL_S and not framework.host_s:
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer (legato fit-machine)"
+    if step.job.model.experts > 1 and not framework.mixture_s:
+        yield (
+            "host work and small kernels of a mixture are counted as none: measured steps want 0 to 4 ms a layer and "
+            "micro-batch, and only a step of yours says how many (--mixture-time)"
+        )
 
 
 def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
