@@ -464,6 +464,10 @@ def show_kinds(steps: list[tuple[Row, Step]]) -> None:
     held = inside = number = 0
     for kind, own in sorted(kinds.items()):
         wide, sources = spread(own), {name for name, _ in own}
+        if len(sources) < 3:  # too few to know how much sources differ: at least as for all such steps
+            wide = max(
+                wide, spread(one for other, rows in kinds.items() if other.sharded == kind.sharded for one in rows)
+            )
         preset = f", {max(wide, spread(presets[kind])):.2f}" if kind in presets else ""
         print(f"    Kind({', '.join(map(repr, kind))}): Like({len(own)}, {len(sources)}, {wide:.2f}{preset}),")
         inside += sum(abs(error) <= math.log1p(wide) for _, error in own)
