@@ -62,7 +62,7 @@ def advise(
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
     from legato.advice import advise as judge
-    from legato.advice import asides, changes, to_try, told
+    from legato.advice import changes
     from legato.ingest.jobs import import_jobs
     from legato.ingest.names import Transfers
     from legato.ingest.source import in_folders
@@ -74,11 +74,25 @@ def advise(
     found = [judge(job, _network(job, network), network.axes.get("workers")) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:
-        _write(output, jobs, found, changed)
+        write_page(output, jobs, found, changed)
     if json:
-        print_json({"jobs": [_summary(advice) for advice in found], "changes": changed})
+        print_json(as_json(found, changed))
         return
     note_machine(network.machine())
+    print_verdicts(found, changed)
+    if output is not None:
+        note(f"-> {output}")
+
+
+def as_json(found: Sequence[Advice], changed: Sequence[str]) -> dict[str, Any]:
+    """What `--json` prints of the verdicts on one job, or two."""
+    return {"jobs": [_summary(advice) for advice in found], "changes": changed}
+
+
+def print_verdicts(found: Sequence[Advice], changed: Sequence[str]) -> None:
+    """Print the verdicts on one job, or two, the second with what changed."""
+    from legato.advice import asides, to_try, told
+
     for number, advice in enumerate(found, 1):
         for part in told(advice, changed if number == len(found) else ()):
             say(part) if isinstance(part, str) else print_text(part, part.heads[0])
@@ -86,8 +100,6 @@ def advise(
             say(line)
         for line in asides(advice):
             note(line)
-    if output is not None:
-        note(f"-> {output}")
 
 
 def _network(job: Imported, given: Given) -> Cluster | None:
@@ -112,7 +124,8 @@ def _summary(advice: Advice) -> dict[str, Any]:
     return found | {"rows": () if advice.comparison is None else advice.comparison.rows}
 
 
-def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
+def write_page(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
+    """Write the report on one job, or two."""
     from legato.advice import COUNTED, asides, headline, told
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
