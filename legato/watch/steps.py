@@ -33,7 +33,7 @@ MOST_RANKS = 32
 #: A recording ends without a verdict after these seconds, and this many times what its steps should take.
 _PATIENCE_S, _PATIENCE = 60.0, 10.0
 #: When the script ends, it waits so long for the verdict.
-_EXIT_S = 120.0
+_EXIT_S = 300.0
 #: The last steps before a recording, which tell how long a step takes.
 _TIMED = 64
 

@@ -151,6 +151,17 @@ def dying(steps):
     return ddp(steps, lambda k: os.kill(os.getpid(), 9) if k == 14 and dist.get_rank() else None)
 
 
+def slowing(steps):
+    """Steps that take a hundred times as long from step 100 on, and time in between for a verdict."""
+    return ddp(220, lambda k: time.sleep(0 if k < 100 else 0.1))
+
+
+def restarted(steps):
+    """The first attempt fails while steps are recorded."""
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    return ddp(steps, lambda k: sys.exit(1) if k == 14 and first else None)
+
+
 def loaded(steps):
     """Loader workers that are spawned, with a dataset of the script's `__main__`."""
     model = DistributedDataParallel(stacked())

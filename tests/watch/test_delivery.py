@@ -74,7 +74,10 @@ def test_a_rank_that_is_not_there_is_not_waited_for_without_end(said, monkeypatc
     (tmp_path / "step-16" / "rank1.json.gz").write_bytes(b"of a run before")
     monkeypatch.setattr(Delivery, "_packed", lambda self: self.trace)
     deliver(made[:1])
-    assert said == ["no trace of rank 1: nothing arrived within 1 s", "steps 13 to 16, recorded on 1 of 2 ranks\nverdict"]
+    assert said == [
+        "no trace of rank 1: nothing arrived within 1 s",
+        "steps 13 to 16, recorded on 1 of 2 ranks\nverdict",
+    ]
     assert not (tmp_path / "step-16" / "rank1.json.gz").exists()
     made[1].drop()
 

@@ -1,9 +1,11 @@
 """Which steps count, and which ranks record: in this process, without a job."""
 
 import sys
+import time
 
 import pytest
 import torch
+from support import PATIENCE_S
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -91,6 +93,20 @@ def test_recordings_repeat(watch):
     for _ in range(14):
         watched.stepped(stepping)
     assert [delivery.problem for delivery in watched.delivered] == ["", "", ""]
+
+
+def test_a_step_that_never_comes_ends_the_recording(watch, monkeypatch):
+    monkeypatch.setattr(steps, "_PATIENCE_S", 0.1)
+    watched, stepping = watch(after=1), optimizer(2)
+    for _ in range(4):
+        watched.stepped(stepping)
+    until = time.monotonic() + PATIENCE_S
+    while not watched.delivered and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "no steps came while they were recorded, for 100 ms" in watched.delivered[0].problem
+    with torch.profiler.profile():  # none runs any more
+        watched.stepped(stepping)
+    assert len(watched.delivered) == 1
 
 
 def test_two_profilers_never_run_and_the_scripts_own_comes_first(watch, monkeypatch):
