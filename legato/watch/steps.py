@@ -68,11 +68,9 @@ class Watch:
     @not_compiled
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is one line, and ends what is watched."""
-        if is_capturing():
-            return
         try:
             with self._inside():
-                if self._counts(optimizer):
+                if not is_capturing() and self._counts(optimizer):
                     self._step()
         except Exception as error:
             self._next = 0
@@ -83,11 +81,11 @@ class Watch:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        self._here = True
+        before, self._here = self._here, True
         try:
             yield
         finally:
-            self._here = False
+            self._here = before
 
     def _counts(self, optimizer: Any) -> bool:
         """Whether this is the optimizer that has most parameters. The steps of a larger one count from its first."""
@@ -158,11 +156,11 @@ class Watch:
                     recording.end()
         except Exception as error:
             why = f"{why} ({type(error).__name__}: {error})"
-        if self._delivery is None:
-            say(f"no verdict: {why}")
-        elif self._delivery.ident is None:  # not started
+        if self._delivery is not None and self._delivery.ident is None:  # not started
             self._delivery.problem = why
             self._delivery.start()
+        else:
+            say(f"no verdict: {why}")
 
     def _out_of_time(self, recording: _Recording, limit_s: float) -> None:
         if self._recording is recording and not self._here:
@@ -189,23 +187,24 @@ class Watch:
         """The script has ended: wait for the verdict, or say why there is none."""
         recording, self._recording = self._recording, None
         try:
-            if recording is not None:
+            if recording is not None and self._delivery is not None:
                 with self._inside():
                     recording.end()
+                self._delivery.drop()
             self._wait(0.0 if hasattr(sys, "last_type") else _EXIT_S)  # after an error, nothing is waited for
         except KeyboardInterrupt:
             return
-        if self._delivery is None or recording is not None:
-            first, last = self._settings.after + WARM_UP + 1, self._settings.last
-            if os.environ.get("RANK", "0") == "0":
-                say(
-                    f"no verdict: the script ended after {count(self._steps, 'step')}, and steps {first} to {last} "
-                    "were to be recorded (--after and --steps)"
-                )
-        elif self._settings.json and self._delivery.document:
+        document = b"" if self._delivery is None else self._delivery.document
+        if self._settings.json and document:
             sys.stdout.flush()
-            sys.stdout.buffer.write(self._delivery.document)
+            sys.stdout.buffer.write(document)
             sys.stdout.flush()
+        if (recording is not None or self._delivery is None) and not document and os.environ.get("RANK", "0") == "0":
+            first, last = self._settings.last - self._settings.steps + 1, self._settings.last
+            say(
+                f"no verdict: the script ended after {count(self._steps, 'step')}, and steps {first} to {last} "
+                "were to be recorded (--after and --steps)"
+            )
 
 
 class _Recording:

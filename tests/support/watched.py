@@ -6,6 +6,7 @@ Rank 0 prints the SHA-256 of all weights at the end.
 import hashlib
 import os
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 
@@ -213,6 +214,48 @@ def accelerated(steps):
     return model
 
 
+def lightning(steps):
+    from lightning import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = stacked()
+
+        def training_step(self, x, _):
+            return self.model(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    module = Module()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, **quiet).fit(module, batches(steps))
+    return module
+
+
+def trainer(steps):
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = stacked()
+
+        def forward(self, x):
+            return {"loss": self.model(x).square().mean()}
+
+    model = Model()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            logging_strategy="no",
+        )  # fmt: skip
+        data = [{"x": torch.full((64,), float(k % 7))} for k in range(64)]
+        Trainer(model, arguments, train_dataset=data).train()
+    return model
+
+
 def alone(steps):
     model = stacked()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps)
@@ -230,7 +273,7 @@ def digest(model):
 def main(kind, steps=STEPS):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if kind != "alone" and kind != "accelerated":
+    if kind not in ("alone", "accelerated", "lightning", "trainer"):
         dist.init_process_group("gloo")
     weights = digest(globals()[kind](int(steps)))
     if int(os.environ.get("RANK", "0")) == 0:

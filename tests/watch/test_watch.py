@@ -151,6 +151,8 @@ def trained(kind, *options, status=0, torchrun=TORCHRUN, **more):
         "compiled",
         "distributed",
         "accelerated",
+        "lightning",
+        "trainer",
         "paused",
     ],
 )
