@@ -154,6 +154,7 @@ class Delivery(threading.Thread):
             raise LegatoError(next(iter(problems)))
         verdict = self._judged(traces)
         where = f"steps {self._first} to {self._last}, recorded on {arrived} of {count(self._world, 'rank')}"
+        where += ", which sends nothing" if self._world == 1 else ""
         say(f"{where}{f' ({self.cost})' if self.cost else ''}\n{verdict}")
 
     def _receive(self, key: str, path: Path) -> None:

@@ -230,12 +230,15 @@ def lightning(steps):
 
     module = Module()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, **quiet).fit(module, batches(steps))
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, use_distributed_sampler=False, **quiet
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.stack(batches(steps)), batch_size=None))
     return module
 
 
 def trainer(steps):
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class Model(nn.Module):
         def __init__(self):
@@ -252,7 +255,9 @@ def trainer(steps):
             logging_strategy="no",
         )  # fmt: skip
         data = [{"x": torch.full((64,), float(k % 7))} for k in range(64)]
-        Trainer(model, arguments, train_dataset=data).train()
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return model
 
 
