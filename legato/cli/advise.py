@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from legato.cli.axes import Given, axes, note_machine
 from legato.cli.options import TRANSFER_HELP, Json, check_file
-from legato.cli.output import note, print_json, print_text, progress, say
+from legato.cli.output import note, print_json, progress
+from legato.cli.verdicts import as_json, print_verdicts, write_page
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from legato.advice import Advice
     from legato.ingest.traced import Imported
 
 
@@ -84,24 +82,6 @@ def advise(
         note(f"-> {output}")
 
 
-def as_json(found: Sequence[Advice], changed: Sequence[str]) -> dict[str, Any]:
-    """What `--json` prints of the verdicts on one job, or two."""
-    return {"jobs": [_summary(advice) for advice in found], "changes": changed}
-
-
-def print_verdicts(found: Sequence[Advice], changed: Sequence[str]) -> None:
-    """Print the verdicts on one job, or two, the second with what changed."""
-    from legato.advice import asides, to_try, told
-
-    for number, advice in enumerate(found, 1):
-        for part in told(advice, changed if number == len(found) else ()):
-            say(part) if isinstance(part, str) else print_text(part, part.heads[0])
-        for line in to_try(advice):
-            say(line)
-        for line in asides(advice):
-            note(line)
-
-
 def _network(job: Imported, given: Given) -> Cluster | None:
     """The network that the options describe, or None if it is the trace's."""
     given.refuse_beside_file()
@@ -116,34 +96,3 @@ def _network(job: Imported, given: Given) -> Cluster | None:
     if count is None or count < 2:
         raise InputError("the trace does not tell the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster
-
-
-def _summary(advice: Advice) -> dict[str, Any]:
-    drawn = ("plans", "timelines", "comparison")
-    found = {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in drawn}
-    return found | {"rows": () if advice.comparison is None else advice.comparison.rows}
-
-
-def write_page(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
-    """Write the report on one job, or two."""
-    from legato.advice import COUNTED, asides, headline, told
-    from legato.report.html import write_report
-    from legato.report.model import ModelReport, Report
-
-    def section(job: Imported, advice: Advice) -> ModelReport:
-        verdict = headline(advice)
-        said = told(advice, changed if advice is found[-1] else ())
-        return ModelReport(
-            advice.name,
-            job.workload,
-            advice.cluster,
-            timelines=advice.timelines or tuple(t for t in [job.timeline] if t is not None),
-            plans=advice.plans,
-            told=tuple(part for part in said if part != verdict),
-            asides=asides(advice),
-            verdict=verdict,
-            code=advice.code,
-            computation=COUNTED,
-        )
-
-    write_report(output, Report(tuple(map(section, jobs, found))))

@@ -11,10 +11,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from legato.cli.advise import as_json, print_verdicts, write_page
 from legato.cli.ending import fail
 from legato.cli.options import check_file, check_installed, make_folder
 from legato.cli.output import note
+from legato.cli.verdicts import as_json, print_verdicts, write_page
 from legato.core.errors import LegatoError
 
 
