@@ -230,7 +230,7 @@ def test_a_full_disk_is_a_line_and_the_script_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_elastic_restarts_have_a_verdict_of_their_own(tmp_path):
-    torchrun = ("torch.distributed.run", "--max-restarts", "1", *TORCHRUN[1:])
+    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", "1", *TORCHRUN[1:])
     weights, said = trained("restarted", "-o", str(tmp_path), torchrun=torchrun)
     assert weights == trained("ddp")[0] and "recorded on 2 of 2 ranks" in said
 
