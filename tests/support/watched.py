@@ -275,11 +275,21 @@ def digest(model):
     return found.hexdigest()
 
 
+def new_store():
+    """After a restart, gloo would find the addresses of the attempt before in torchrun's store."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return {}
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(attempt, dist.TCPStore(*place, is_master=False)), **ranks}
+
+
 def main(kind, steps=STEPS):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if kind not in ("alone", "accelerated", "lightning", "trainer"):
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **new_store())
     weights = digest(globals()[kind](int(steps)))
     if int(os.environ.get("RANK", "0")) == 0:
         print(weights)
