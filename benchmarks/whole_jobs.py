@@ -3,6 +3,7 @@
     python benchmarks/whole_jobs.py               # each row, its error, medians by family
     python benchmarks/whole_jobs.py --ablation    # the same medians with a term left out, each refitted
     python benchmarks/whole_jobs.py --speed       # seconds that a prediction of the largest job takes
+    python benchmarks/whole_jobs.py --open F      # 605 more published steps (a line of JSON each): time and memory
 
 The nine rows marked `fit` were chosen before anything was fitted, and fit five constants: the efficiency of matrix
 products on four machines, and the fixed time of a mixture layer. The other 34 are predicted, and so are 27 that were
@@ -16,24 +17,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
+import math
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 from msgspec.structs import replace
 
-from legato.core.job import Job, LanguageModel, Latent, Mesh
+from legato.core.job import Job, LanguageModel, Latent, Machine, Mesh
 from legato.simulator.flow import Disturbance, place
 from legato.whole_jobs import stages
 from legato.whole_jobs.fit import fit
 from legato.whole_jobs.flow.shared import simulate_shared
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
-from legato.whole_jobs.step import predict
+from legato.whole_jobs.memory import memory
+from legato.whole_jobs.schedules import schedule
+from legato.whole_jobs.step import Step, predict
+from legato.whole_jobs.sure import APART, Kind
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 from legato.zoo.presets import FRAMEWORKS, MACHINES
@@ -44,7 +52,7 @@ FAMILIES = ("B200, dense", "B200, DeepSeek-V2", "2104.04473", "2205.05198", "tor
 
 
 class Row(NamedTuple):
-    """A step, its measured seconds, and whether it fits a constant."""
+    """A step, its measured seconds (none if it ran out of memory), and whether it fits a constant."""
 
     family: str
     label: str
@@ -84,12 +92,15 @@ def b200_row(
     name: str, tensor: int, context: int, pipeline: int, data: int, expert: int, tokens: int, microbatches: int,
     milliseconds: float,
 ) -> Row:  # fmt: skip
-    """A measurement of SimuMax: nothing overlapped, one sequence a micro-batch, the optimizer sharded."""
+    """A measurement of SimuMax: nothing overlapped, one sequence a micro-batch, the optimizer sharded.
+
+    The fixed time of a mixture, which `fitted` finds, is that of these runs.
+    """
     job = Job(
         f"{name} TP{tensor} PP{pipeline} DP{data} EP{expert}, {microbatches} micro-batches",
         replace(B200_MODELS[name], sequence=tokens),
         Mesh(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert),
-        replace(CORE, hidden=()),
+        replace(CORE, hidden=(), mixture_s=4.0e-3),
         MACHINES["b200"],
         microbatches,
         shard="optimizer",
@@ -236,7 +247,7 @@ def torchtitan() -> Iterator[Row]:
             label,
             model,
             Mesh(tensor=tensor, data=data),
-            replace(TITAN, fused=compiled),
+            replace(TITAN, fused=compiled, fused_loss=compiled),
             MACHINES["h100-500w"],
             microbatch=batch,
             recompute=recompute,
@@ -252,9 +263,9 @@ def llama_405b(context: int, data: int, microbatches: int) -> Job:
     mesh = Mesh(8, context, 16, data, order=("data", "pipeline", "context", "tensor"))
     layers = (0, *[1] * 126, 0)
     label = f"CP{context} DP{data}, {model.sequence:,} tokens"
-    schedule, framework = "interleaved", replace(CORE, hidden=("pipeline", "data"))
+    framework, machine = replace(CORE, hidden=("pipeline", "data")), MACHINES["h100"]
     return Job(
-        label, model, mesh, framework, MACHINES["h100"], microbatches, 1, schedule, 8, layers, "none", "gradients", True
+        label, model, mesh, framework, machine, microbatches, 1, "interleaved", 8, layers, "none", "gradients", True
     )
 
 
@@ -275,16 +286,16 @@ def schedules_ratio() -> float:
     framework, mesh = replace(TITAN, hidden=("tensor", "pipeline", "data")), Mesh(tensor=8, pipeline=8, data=8)
     model = llama(126, 16_384, 128, 8, 53_248, 8192)
     seconds = []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+    for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         job = Job(
-            schedule,
+            name,
             model,
             mesh,
             framework,
             MACHINES["h100-500w"],
             8,
             4,
-            schedule,
+            name,
             chunks,
             (),
             "full",
@@ -297,6 +308,195 @@ def schedules_ratio() -> float:
 
 def rows() -> list[Row]:
     return [*b200(), *megatron_2021(), *megatron_2022(), *torchtitan(), *llama_3()]
+
+
+#: Facts of the frameworks of other published steps, each where its source says it.
+FACTS: dict[str, dict[str, Any]] = {
+    # Aleph-Alpha/scaling: gradients in bfloat16 (core/optimizer/parameter_group.py), reduced in float32
+    # (core/optimizer/allreduce.py); logits gathered (column_parallel_linear.py: parallel_output is false) and given to
+    # torch's cross entropy as float32 (transformer/model/losses/cross_entropy.py).
+    "AA": {"gradient_nbytes": 2, "sent_nbytes": 4, "fused_loss": False},
+    # ... masked_softmax.py: the kernel torch is not fused
+    "AA-torch": {"fused_softmax": False},
+    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE
+    "MPT": {"gradient_nbytes": 2},
+    # the preset, whose sources are in legato/zoo/presets.py
+    "NeMo": {field: getattr(FRAMEWORKS["nemo"], field) for field in ("hidden", "gradient_nbytes")},
+    # InternLM/InternEvo, configs/7B_sft.py: overlap_sync_grad is true, overlap_sync_param false
+    "InternEvo": {"hidden": ("tensor", "pipeline", "data:gradients")},
+}
+#: The first FlashAttention, of which llm-foundry's Triton kernel is one (submit_benchmarks.py: attn_impl is triton),
+#: reaches 25 to 40% of an A100's peak (arXiv 2307.08691, abstract).
+FIRST_FLASH = 0.325
+#: By data sheets; attention's efficiency of the same GPU, in its own precision.
+ON = {
+    "a100": (80, 0.45), "a100-roce4x100": (80, 0.45), "h100": (79, 0.5), "h100-fp8": (79, 0.25),
+    "gb200-bf16": (185, 0.42),
+}  # fmt: skip
+
+
+def published(path: Path) -> list[Row]:
+    """Steps in a file of lines: family, name, configuration, and seconds unless the step ran out of memory."""
+    result = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        config, facts = row["config"], dict(row["config"]["framework"])
+        framework = FRAMEWORKS.get(preset := facts.pop("preset"), CORE)
+        facts["hidden"] = tuple(facts["hidden"])
+        for name, own in FACTS.items():
+            facts |= own if row["family"].startswith(name) else {}
+        gib, attention = ON[config["machine"]["name"]]
+        attention = FIRST_FLASH if row["family"].startswith(("AA-fa1", "MPT")) else attention
+        machine = Machine(
+            **config["machine"], memory_nbytes=gib * 2**30, efficiency=0.5, attention_efficiency=attention
+        )
+        mesh = Mesh(*(config[name] for name in ("tensor", "context", "pipeline", "data", "expert")))
+        names = ("microbatches", "microbatch", "schedule", "chunks", "recompute", "shard", "sequence_parallel")
+        job = Job(
+            row["name"],
+            LanguageModel(**config["model"]),
+            mesh,
+            replace(framework, name=preset, **facts),
+            machine,
+            **{name: config[name] for name in names},
+        )
+        result.append(Row(row["family"], row["name"], job, row["measured_s"]))
+    return result
+
+
+def middling(found: list[Row]) -> list[Row]:
+    """The steps that ran, with the efficiency of the one of their machine and framework with the middle utilization."""
+    groups: dict[object, list[Row]] = {}
+    for row in found:
+        if row.measured_s:
+            groups.setdefault((row.job.machine.name, row.job.framework), []).append(row)
+    result = []
+    for rows in groups.values():
+        rows.sort(key=lambda row: model_flops(row.job.model) * row.job.tokens / row.job.mesh.workers / row.measured_s)
+        middle = rows[(len(rows) - 1) // 2]
+        machine, *_ = fit([(middle.job, middle.measured_s)])
+        result += [on(row, efficiency=machine.efficiency)._replace(fit=row is middle) for row in rows]
+    return result
+
+
+def source(row: Row) -> str:
+    return row.family.partition("-")[0] if row.family.startswith("AA") else row.family
+
+
+def at_least(share: float, found: Iterable[float]) -> float:
+    """The least value that this share of them is not above."""
+    ordered = sorted(found)
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def spread(rows: Iterable[tuple[str, float]]) -> float:
+    """Of sources and the logarithms of measured over predicted seconds: the widest four of five of a source."""
+    own: dict[str, list[float]] = {}
+    for name, error in rows:
+        own.setdefault(name, []).append(abs(error))
+    return math.expm1(max(at_least(0.8, errors) for errors in own.values()))
+
+
+def show_open(path: Path) -> None:
+    """Published steps: errors by source, the order of pairs, memory, and the table of `legato/whole_jobs/sure.py`."""
+    found = published(path)
+    show_memory(found)
+    steps = {id(row): (row, predict(row.job)) for row in middling(found)}
+    for row, step in steps.values():
+        if row.fit:
+            print(f"fit: {row.family}, {row.label}: efficiency {step.job.machine.efficiency:.3f}")
+    families = dict.fromkeys(row.family for row, _ in steps.values())
+    for family in (*families, "all"):
+        errors = [
+            step.seconds / row.measured_s - 1
+            for row, step in steps.values()
+            if not row.fit and family in (row.family, "all")
+        ]
+        sizes = sorted(map(abs, errors))
+        near = [sum(size <= limit for size in sizes) / len(sizes) for limit in (0.05, 0.1)]
+        print(
+            f"{family:<18} {len(sizes):>4} predicted: median {statistics.median(sizes):.1%}, {near[0]:.0%} within 5%, "
+            f"{near[1]:.0%} within 10%, worst {max(errors, key=abs):+.1%}, signed {statistics.median(errors):+.1%}"
+        )
+    show_order(list(steps.values()))
+    show_kinds(list(steps.values()))
+
+
+def show_order(steps: list[tuple[Row, Step]]) -> None:
+    """Pairs of layouts of one model on as many GPUs in the right order, by how far their predictions differ."""
+    groups: dict[object, list[tuple[float, float]]] = {}
+    for row, step in steps:
+        job = row.job
+        key = source(row), job.model, job.framework, job.machine.name, job.mesh.workers, job.tokens
+        groups.setdefault(key, []).append((row.measured_s, step.seconds))
+    pairs = [pair for own in groups.values() for pair in itertools.combinations(own, 2)]
+    for what, low, high, which in (
+        ("predictions", 0, APART, 1),
+        ("predictions", APART, 9, 1),
+        ("measured", APART, 9, 0),
+    ):
+        chosen = [
+            pair
+            for pair in pairs
+            if low <= max(pair[0][which], pair[1][which]) / min(pair[0][which], pair[1][which]) - 1 < high
+        ]
+        right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in chosen) / len(chosen)
+        print(f"order of {len(chosen)} pairs whose {what} differ by {low:.0%} to {high:.0%}: {right:.1%} right")
+    errors = [abs(a[1] / b[1] * b[0] / a[0] - 1) for a, b in pairs]
+    near = sum(error <= 0.08 for error in errors) / len(errors)
+    print(f"their ratios: median error {statistics.median(errors):.1%}, {near:.0%} within 8%")
+
+
+def show_kinds(steps: list[tuple[Row, Step]]) -> None:
+    """The table of `sure.py`, and how often its intervals hold for a source that they were made without."""
+    mine, constants = fitted(rows())
+    mine += [mixed(on(row, efficiency=constants["b200"]), constants["mixture"]) for row, _ in kept_back()]
+    steps = steps + [(row, predict(row.job)) for row in mine]
+    kinds: dict[Kind, list[tuple[str, float]]] = {}
+    presets: dict[Kind, list[tuple[str, float]]] = {}
+    for row, step in steps:
+        if not row.fit:
+            kinds.setdefault(step.kind, []).append((source(row), math.log(row.measured_s / step.seconds)))
+        if row.job.machine.name in MACHINES and not any(row is one for one in mine):
+            preset = on(row, efficiency=MACHINES[row.job.machine.name].efficiency)
+            seconds = predict(preset.job).seconds
+            presets.setdefault(step.kind, []).append((source(row), math.log(row.measured_s / seconds)))
+    held = inside = number = 0
+    for kind, own in sorted(kinds.items()):
+        wide, sources = spread(own), {name for name, _ in own}
+        if len(sources) < 3:  # too few to know how much sources differ: at least as for all such steps
+            wide = max(
+                wide, spread(one for other, rows in kinds.items() if other.sharded == kind.sharded for one in rows)
+            )
+        preset = f", {max(wide, spread(presets[kind])):.2f}" if kind in presets else ""
+        print(f"    Kind({', '.join(map(repr, kind))}): Like({len(own)}, {len(sources)}, {wide:.2f}{preset}),")
+        inside += sum(abs(error) <= math.log1p(wide) for _, error in own)
+        for name in sources if len(sources) > 1 else ():
+            limit = math.log1p(spread(one for one in own if one[0] != name))
+            held += sum(abs(error) <= limit for one, error in own if one == name)
+            number += sum(one == name for one, _ in own)
+    total = sum(map(len, kinds.values()))
+    print(f"{inside / total:.0%} of {total} steps within; without their own source {held / number:.0%} of {number}")
+
+
+def show_memory(found: list[Row]) -> None:
+    """What ran and what ran out of memory, by what is predicted."""
+    rooms = ("fits", "near the limit", "does not fit")
+    print("memory: of the steps that ran / that ran out of it, those that are predicted to fit, near the limit, not to")
+    counts: dict[str, Counter[tuple[str, bool]]] = {}
+    for row in found:
+        counts.setdefault(row.family, Counter())[room_of(row.job), row.measured_s is not None] += 1
+    counts["all"] = sum(counts.values(), Counter())
+    for family, own in counts.items():
+        ran, out = ([own[room, one] for room in rooms] for one in (True, False))
+        right = (ran[0] + sum(out[1:])) / own.total()
+        print(f"{family:<18} {own.total():>4}: {right:.0%} right; ran {ran}, ran out {out}")
+
+
+def room_of(job: Job) -> str:
+    plan = schedule(job.schedule, job.mesh.pipeline, job.microbatches, job.chunks)
+    fullest = max((memory(job, plan, worker) for worker in range(len(plan))), key=lambda one: one.total)
+    return fullest.room_in(job.machine.memory_nbytes)
 
 
 def on(row: Row, **machine: float) -> Row:
@@ -356,7 +556,7 @@ def one_fits(found: list[Row]) -> list[float]:
     dense = [row for row in found if row.job.model.experts == 1]
     errors = []
     for row in dense:
-        machine, _ = fit([(row.job, row.measured_s)])
+        machine, *_ = fit([(row.job, row.measured_s)])
         others = [other for other in dense if other is not row and other.job.machine.name == machine.name]
         errors += [abs(on(other, efficiency=machine.efficiency).error()) for other in others]
     return errors
@@ -410,17 +610,17 @@ def show_rows(found: list[Row], constants: dict[str, float]) -> None:
 
 def show_kept_back(constants: dict[str, float]) -> None:
     """The rows that played no part in the model, with the constants that others fitted."""
-    errors, memory = [], []
+    errors, held = [], []
     for row, gib in kept_back():
         row = mixed(on(row, efficiency=constants["b200"]), constants["mixture"])
         predicted = predict(row.job)
         errors.append(predicted.seconds / row.measured_s - 1)
-        memory.append(predicted.memory.total / 2**30 / gib - 1)
+        held.append(predicted.memory.total / 2**30 / gib - 1)
         print(
             f"{row.family:<18} {row.label:<44} measured {row.measured_s:8.3f} s  predicted {predicted.seconds:8.3f} s "
-            f"{errors[-1]:+7.1%}  memory {gib:6.2f} GiB {memory[-1]:+6.1%}"
+            f"{errors[-1]:+7.1%}  memory {gib:6.2f} GiB {held[-1]:+6.1%}"
         )
-    for what, found in (("steps", errors), ("memory", memory)):
+    for what, found in (("steps", errors), ("memory", held)):
         sizes = [abs(error) for error in found]
         near = sum(size <= 0.05 for size in sizes) / len(sizes)
         spread = f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, {near:.0%} within 5%"
@@ -472,8 +672,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ablation", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--open", type=Path, metavar="FILE")
     options = parser.parse_args()
-    if options.ablation:
+    if options.open:
+        show_open(options.open)
+    elif options.ablation:
         show_ablation(rows())
     elif options.speed:
         show_speed()

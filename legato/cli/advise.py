@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from legato.cli.axes import Given, axes, note_machine
 from legato.cli.options import TRANSFER_HELP, Json, check_file
-from legato.cli.output import note, print_json, print_text, progress, say
+from legato.cli.output import note, print_json, progress
+from legato.cli.verdicts import as_json, print_verdict
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 
 if TYPE_CHECKING:
-    from legato.advice import Advice
     from legato.ingest.traced import Imported
 
 
@@ -59,7 +59,7 @@ def advise(
 
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
-    from legato.advice import asides, of_traces, to_try
+    from legato.advice import of_traces
     from legato.reports.html import write_report
     from legato.reports.model import Report
 
@@ -78,16 +78,10 @@ def advise(
     if output is not None:
         write_report(output, Report(verdict.sections()))
     if json:
-        print_json({"jobs": [_summary(advice) for advice in verdict.advice], "changes": verdict.changes})
+        print_json(as_json(verdict))
         return
     note_machine(network.machine())
-    for advice, parts in verdict.said():
-        for part in parts:
-            say(part) if isinstance(part, str) else print_text(part, part.heads[0])
-        for line in to_try(advice):
-            say(line)
-        for line in asides(advice):
-            note(line)
+    print_verdict(verdict)
     if output is not None:
         note(f"-> {output}")
 
@@ -106,9 +100,3 @@ def _network(job: Imported, given: Given) -> Cluster | None:
     if count is None or count < 2:
         raise InputError("the trace does not tell the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster
-
-
-def _summary(advice: Advice) -> dict[str, Any]:
-    drawn = ("plans", "timelines", "comparison")
-    found = {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in drawn}
-    return found | {"rows": () if advice.comparison is None else advice.comparison.rows}

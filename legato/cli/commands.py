@@ -32,6 +32,7 @@ from legato.cli import (
     reproduce,
     simulate,
     sweep,
+    watch,
     workload,
 )
 from legato.cli.ending import INTERRUPTED, fail
@@ -67,6 +68,7 @@ def _start(
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
+    "watch": watch.watch,
     "advise": advise.advise,
     "capture": capture.capture,
     "import": import_.import_,
@@ -86,9 +88,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 for _name, _command in _COMMANDS.items():
     # Help is wrapped where the terminal ends, not where a line of the docstring does.
     _paragraphs = (inspect.getdoc(_command) or "").split("\n\n")
-    app.command(_name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(
-        with_options(_command)
-    )
+    app.command(
+        _name,
+        help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs),
+        # What follows the script of `watch` is the script's own.
+        context_settings={"allow_interspersed_args": _command is not watch.watch},
+    )(with_options(_command))
 
 
 class _Notes(logging.Handler):

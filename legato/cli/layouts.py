@@ -31,8 +31,8 @@ class Searched:
 
     gpus: int | None = setting(None, "GPUs of the job.")
     batch: int | None = setting(None, "Sequences of a step, of all replicas.")
-    preset: str = setting("megatron-core", "Framework: megatron-core, torchtitan or megatron-2021.")
-    memory: str | None = setting(None, "Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
+    preset: str = setting("megatron-core", "Framework: megatron-core, nemo, torchtitan or megatron-2021.")
+    memory: str | None = setting(None, "Memory of a GPU, such as 72GiB.", show_default="the device's")
     number: int = setting(10, "Number of layouts to show.")
 
     def find(self, name: str, shape: Shape, links: Given) -> Layouts:
@@ -50,7 +50,7 @@ class Searched:
             framework=self.preset,
             memory_nbytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
             number=self.number,
-            name=name,
+            name=Path(name).stem if name.endswith(".json") else name,
         )
 
 
@@ -78,8 +78,8 @@ def _search(
     check_file("report", how.report, ".html")
     found = what.find(name, shape, links)
     if output is not None:
-        files.write(output, found.best[0].job)
-    _show(found.best[0], found, how)
+        files.write(output, found.first.job)
+    _show(found.first, found, how)
 
 
 def _of_job(name: str, /, how: Shown) -> None:
@@ -93,7 +93,11 @@ def _of_job(name: str, /, how: Shown) -> None:
 
 def layouts(
     name: Annotated[
-        str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
+        str,
+        typer.Argument(
+            metavar="NAME|J.json",
+            help="A language model, or its configuration, or a whole job, whose layout stays.",
+        ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],
 ) -> None:
@@ -104,7 +108,7 @@ def layouts(
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """
-    face = _of_job if Path(name).suffix == ".json" else _search
+    face = _of_job if name.endswith(".json") and files.holds(files.load(name), Job) else _search
     options.run(face, name, wrong="means nothing for a whole job")
 
 
@@ -129,7 +133,8 @@ def _show(best: Step, found: Layouts | None, how: Shown) -> None:
         return
     if found is not None:
         print_text(found.table(), *_NAMES)
-        note(found.verdict)
+        for line in found.verdict:
+            note(line)
     print_text(machines_table(best, better), *_NAMES)
     for caveat in caveats(best):
         note(caveat)

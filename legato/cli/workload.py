@@ -138,9 +138,9 @@ def _model(name: str, given: dict[str, Any]) -> zoo.Model:
 
     if name in zoo.MODELS and not given:
         return zoo.model(name)
-    if name not in (LLM, *zoo.MODELS, *MODELS):
+    if name not in (LLM, *zoo.MODELS, *MODELS) and not name.endswith(".json"):
         raise unknown_name("model", name, [*zoo.MODELS, LLM])
-    return zoo.language_model(shape_of(name, given), name if name != LLM and given.keys() <= {"sequence"} else None)
+    return zoo.language_model(shape_of(name, given), name if name in MODELS and given.keys() <= {"sequence"} else None)
 
 
 def _seconds(option: str, text: str | None) -> float | None:
@@ -196,7 +196,9 @@ def workload(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Name of a model, or llm for one of a shape that the options give; --list shows them."
+            metavar="NAME",
+            help="Name of a model (--list shows them), llm for one of a shape that the options give, or the JSON of a "
+            "configuration of Hugging Face or Megatron.",
         ),
     ] = None,
     *,

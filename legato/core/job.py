@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice, product
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,6 +19,7 @@ from legato.core.units import Int64, format_bandwidth
 
 __all__ = [
     "DIMENSIONS",
+    "HIDDEN",
     "Framework",
     "Job",
     "LanguageModel",
@@ -36,7 +37,9 @@ DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "core", "selective", "full"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
-Hidden = Literal["tensor", "context", "expert", "pipeline", "data"]
+Hidden = Literal["tensor", "tensor:forward", "context", "expert", "pipeline", "data", "data:gradients"]
+#: The kinds of communication that may be hidden.
+HIDDEN: tuple[Hidden, ...] = get_args(Hidden)
 
 #: GPUs of a job, and passes of a micro-batch through a stage: a prediction takes minutes beyond them.
 _MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
@@ -188,15 +191,21 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a framework does, in so far as it changes a step.
 
     - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
+    - `fused_softmax`: of stored scores: scale, mask and softmax are one kernel; otherwise each is one, in 32 bits.
     - `dropout`: after attention's softmax and before each residual addition.
     - `fused`: chains of elementwise operations are one kernel; otherwise each is one, and norms compute in 32 bits.
-    - `gradient_nbytes`: of a gradient where it is added up, and where it is sent.
+    - `fused_loss`: the loss reads logits of 16 bits, of which each worker has a part; otherwise torch's cross entropy
+      takes the whole logits, in 32 bits, on every worker.
+    - `gradient_nbytes`: of a gradient where it is added up. `sent_nbytes`: where it is sent, if not the same.
     - `hidden`: the collectives that run beside computation. Of `tensor` these are the backward pass's that belong to
-      matrices divided by columns.
+      matrices divided by columns, and with `tensor:forward` all others, in parts beside the products that they feed or
+      that feed them. Of `data` also the gathers of parameters; with `data:gradients` only the gradients.
     - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
     - `divides_sends`: tensor-parallel workers send 1/tensor of an activation each to the next stage of a pipeline.
     - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
-    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch.
+    - `deduplicates`: of a token's copies that go to experts on one host, one crosses the network.
+    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch. Only a
+      measured step says them.
     - `host_s`: seconds that no GPU work hides, a layer and micro-batch.
     - `schedules`, `recomputes`, `shards`: what it offers to a search for layouts.
     """
@@ -215,6 +224,20 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     recomputes: tuple[Recompute, ...] = ("none", "core", "selective", "full")
     shards: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+    fused_softmax: bool = True
+    fused_loss: bool = True
+    sent_nbytes: Literal[2, 4] | None = None
+    deduplicates: bool = False
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether data-parallel gradients are reduced beside the backward pass."""
+        return not {"data", "data:gradients"}.isdisjoint(self.hidden)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of a gradient where it is sent."""
+        return self.sent_nbytes or self.gradient_nbytes
 
     def __post_init__(self) -> None:
         _within(self, ["vocabulary_multiple"])
@@ -293,8 +316,9 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     `recompute` in the backward pass: attention's `core`; every second matrix product and all elementwise operations
     (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard`: what each data-parallel
-    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. Raises `InputError` on what does not
-    divide or is empty, and `TooLargeError` beyond four million passes.
+    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. With `replicas`, only the neighbours
+    in each of so many groups of data-parallel workers divide them (HSDP). Raises `InputError` on what does not divide
+    or is empty, and `TooLargeError` beyond four million passes.
     """
 
     name: str
@@ -310,9 +334,10 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
     recompute: Recompute = "none"
     shard: Shard = "none"
     sequence_parallel: bool = False
+    replicas: Int64 = 1
 
     def __post_init__(self) -> None:
-        _within(self, ["microbatches", "microbatch", "chunks"])
+        _within(self, ["microbatches", "microbatch", "chunks", "replicas"])
         self._check_divides()
         if self.chunks > 1 and self.schedule != "interleaved":
             raise InputError(f"chunks: {self.chunks} (expected 1: only the schedule interleaved has more)")
@@ -337,6 +362,11 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
                 raise InputError(f"model.{what}: {number} (expected a multiple of the {mesh.tensor} workers of tensor)")
         if model.sequence % (2 * mesh.context if mesh.context > 1 else 1):
             raise InputError(f"model.sequence: {model.sequence} (expected a multiple of 2 x {mesh.context} of context)")
+        if self.replicas > 1 and (mesh.data % self.replicas or self.shard != "parameters" or mesh.expert > 1):
+            raise InputError(
+                f"replicas: {self.replicas} (expected a divisor of the {mesh.data} workers of data, and that these "
+                "shard parameters but no experts)"
+            )
         if model.experts % mesh.expert:
             raise InputError(f"mesh.expert: {mesh.expert} (expected a divisor of the {model.experts} experts)")
 
@@ -393,6 +423,18 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return tuple(counts)
 
     @property
+    def uneven(self) -> bool:
+        """Whether chunks differ in layers, with and without the embeddings and the output layer as one each."""
+        whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
+        return len(set(self.split)) > 1 and len(set(whole)) > 1
+
+    @cached_property
+    def divided(self) -> Mesh:
+        """The mesh, whose dimension `expert` are the workers that divide parameters if these have replicas."""
+        mesh = self.mesh
+        return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
@@ -402,6 +444,6 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
         Where groups lie differently on their hosts, it stands for the slowest: all others wait for it.
         """
-        groups = self.mesh.placements(names, self.machine.gpus_per_host, stage)
+        groups = self.divided.placements(names, self.machine.gpus_per_host, stage)
         workers = [Counter(hosts).values() for hosts in groups]
         return WorkerGroup(len(groups[0]), max(map(len, workers)), min(map(min, workers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -235,7 +235,6 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
         """Each communication is started once by all of its lanes, in one order where groups are the same."""
-        afters = self.afters()
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()
@@ -244,14 +243,20 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     raise InputError(f"{self.describe(number)}: started by lane {k}, which has no part in its start")
                 if number in started:
                     raise InputError(f"{self.describe(number)}: started twice by lane {k}")
-                if (before := afters.get(number, number)) != number and before not in started:
-                    raise InputError(f"{self.describe(number)}: after {before}, not started by lane {k} before it")
+                after = self.communications[number].after
+                if after is not None and not (after in started and starters[after] == starters[number]):
+                    raise InputError(
+                        f"{self.describe(number)}: after {after} (expected one that its lanes start before)"
+                    )
                 started.add(number)
                 orders.setdefault(order_of[number], {}).setdefault(k, []).append(number)
-            for number in range(len(starters)):
-                if k in starters[number] and number not in started:
-                    raise InputError(f"{self.describe(number)}: never started by lane {k} (expected once)")
-        for by_lane in orders.values():
+            never = (number for number, own in enumerate(starters) if k in own and number not in started)
+            if (number := next(never, None)) is not None:
+                raise InputError(f"{self.describe(number)}: never started by lane {k} (expected once)")
+        self._check_order(orders.values())
+
+    def _check_order(self, orders: Iterable[dict[int, list[int]]]) -> None:
+        for by_lane in orders:
             first, *others = by_lane.values()
             for other in others:
                 if first != other:

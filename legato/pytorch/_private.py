@@ -74,8 +74,10 @@ __all__ = [
     "no_gradients",
     "not_compiled",
     "note_step",
+    "observe_step",
     "on_backward_end",
     "on_compilation",
+    "on_profilers",
     "operator_schema",
     "outside_transforms",
     "own_feature",
@@ -680,7 +682,20 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks run around the optimizer's `step()`: its own, or hooks of all optimizers."""
     tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # not all classes call Optimizer.__init__
     own = any(getattr(optimizer, table, None) for table in tables)
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    after = any(not _only_observes(hook) for hook in _global_optimizer_post_hooks.values())
+    return bool(own or _global_optimizer_pre_hooks or after)
+
+
+def _only_observes(hook: Any) -> bool:
+    """Whether a hook is that of `legato watch`, which nothing else depends on."""
+    return getattr(hook, "only_observes", False)
+
+
+def observe_step(optimizer: Optimizer) -> None:
+    """Let `legato watch` count a step that torch runs no hooks around."""
+    if not has_step_hooks(optimizer):
+        for hook in _global_optimizer_post_hooks.values():
+            hook(optimizer, (), {})
 
 
 def begins_with_step(optimizer: Any) -> bool:
@@ -962,6 +977,32 @@ class SilentForward:
         if self._completed:
             self._ddp.require_forward_param_sync = self._sends
         return bool(self._sends)
+
+
+# ---- profilers --------------------------------------------------------------------------
+
+
+def on_profilers(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """From now on call `begins()` before any profiler of torch is prepared or enabled, and `ends()` after it."""
+
+    def told(name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        call = getattr(torch.autograd.profiler, name)
+
+        @functools.wraps(call)
+        def call_and_tell(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = call(*args, **kwargs)
+            after()
+            return result
+
+        setattr(torch.autograd.profiler, name, call_and_tell)
+
+    def nothing() -> None:
+        pass
+
+    told("_prepare_profiler", begins, nothing)
+    told("_enable_profiler", begins, nothing)
+    told("_disable_profiler", nothing, ends)
 
 
 # ---- process groups ---------------------------------------------------------------------

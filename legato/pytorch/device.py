@@ -17,6 +17,7 @@ __all__ = [
     "clock_for",
     "current_stream",
     "group_device",
+    "is_capturing",
     "restorers_of_random_states",
 ]
 
@@ -52,6 +53,11 @@ def group_device(group: Any) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def is_capturing() -> bool:
+    """Whether kernels are recorded into a graph now, where nothing else may be asked of the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def restorers_of_random_states() -> list[Callable[[], object]]:

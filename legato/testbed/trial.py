@@ -219,7 +219,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
 
 
 def _predicted(candidate: Candidate, name: str | None = None) -> _Prediction:
-    """What is predicted of a plan, under its scheduler's name or another one."""
+    """Return the prediction of a plan, under its scheduler's name or another one."""
     plan = candidate.plan
     return _Prediction(name or plan.scheduler, plan, candidate.timeline, candidate.bound.seconds)
 

@@ -1,8 +1,12 @@
-"""A machine's efficiency from measured steps: the one number of a prediction that no data sheet has.
+"""A machine's efficiency from measured steps, and two more numbers that no data sheet has, where the steps tell them.
 
 The higher the efficiency of matrix products, the shorter the step of a job, so one step has one efficiency, which is
 found by bisection. Of several steps the median counts. Where communication takes longer than the computing beside it,
 a step hardly depends on the efficiency, and cannot fit it.
+
+Two steps whose layers compute for different times also tell the time of the host, which each layer and micro-batch
+adds, and steps of different sequences the efficiency of attention: a step is nearly linear in 1 / efficiency, in the
+time of the host and in 1 / attention's efficiency, so least squares of relative errors find them in a few rounds.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
@@ -20,13 +26,22 @@ from legato.core.text import percent
 from legato.core.units import format_seconds
 from legato.whole_jobs.step import predict
 
-__all__ = ["FittedStep", "fit"]
+__all__ = ["Fitted", "FittedStep", "fit"]
 
 #: The lowest efficiency that is looked for, and the relative precision of what is found.
 _LEAST, _EXACT = 1e-3, 1e-9
 #: The least share of a step that products must take: an error of 1% in the step is then one of 20% in the efficiency.
 #: In measured steps of large models it is 40 to 91%.
 _LEAST_SHARE = 0.05
+
+
+#: What steps may tell, in the order of `_Numbers`.
+NUMBERS = ("efficiency", "host time", "attention's efficiency")
+#: Steps tell a further number if its share of a step, beside that of products, differs by this factor among them, and
+#: is at least so large in one; and rounds of least squares.
+_DIFFERENT, _TOLD, _ROUNDS = 1.5, 0.03, 12
+#: A step that alone has an efficiency so far from that of all is odd.
+_ODD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +60,38 @@ class FittedStep:
     left_out_s: float | None
 
 
-def fit(steps: Sequence[tuple[Job, float]]) -> tuple[Machine, list[FittedStep]]:
-    """The machine of these jobs with the efficiency that their measured seconds have in the median, and each step.
+class Fitted(NamedTuple):
+    """The `machine`, each step, the numbers that they told, and seconds of the host, a field of the framework."""
+
+    machine: Machine
+    steps: list[FittedStep]
+    numbers: tuple[str, ...] = ("efficiency",)
+    host_s: float = 0.0
+
+    @property
+    def odd(self) -> list[FittedStep]:
+        """Steps that alone would move the efficiency by more than 10%."""
+        return [one for one in self.steps if abs(one.efficiency / self.machine.efficiency - 1) > _ODD]
+
+
+class _Numbers(NamedTuple):
+    """In what a step is nearly linear; none for what is a job's own."""
+
+    slowness: float
+    host_s: float | None = None
+    attention: float | None = None
+
+    def of(self, job: Job) -> Job:
+        machine, framework = replace(job.machine, efficiency=min(1.0, 1 / self.slowness)), job.framework
+        if self.attention is not None:
+            machine = replace(machine, attention_efficiency=min(1.0, 1 / self.attention))
+        if self.host_s is not None:
+            framework = replace(framework, host_s=self.host_s)
+        return replace(job, machine=machine, framework=framework)
+
+
+def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
+    """The machine of these jobs with the efficiency that their measured seconds have, and more where they tell it.
 
     Raises `InputError` if the machines differ in more than their efficiency, or if a step is faster than with an
     efficiency of 1, or slower than with one of 0.001, or hardly depends on it.
@@ -55,15 +100,74 @@ def fit(steps: Sequence[tuple[Job, float]]) -> tuple[Machine, list[FittedStep]]:
     for job, _ in steps:
         if replace(job.machine, efficiency=1.0) != replace(machine, efficiency=1.0):
             raise InputError(f"{job.name}: another machine than {steps[0][0].name} has (expected one for all steps)")
-    found = [_efficiency(job, seconds) for job, seconds in steps]
-    fitted = replace(machine, efficiency=statistics.median(found))
+    own = [1 / _efficiency(job, seconds) for job, seconds in steps]
+    best = _numbers(steps, own)
     result = []
     for k, (job, seconds) in enumerate(steps):
-        others = found[:k] + found[k + 1 :]
-        left_out_s = _seconds(job, statistics.median(others)) if others else None
-        share, predicted_s = _product_share(job, found[k]), _seconds(job, fitted.efficiency)
-        result.append(FittedStep(job, seconds, found[k], share, predicted_s, left_out_s))
-    return fitted, result
+        others, left_out_s = [*steps[:k], *steps[k + 1 :]], None
+        if others:
+            left_out_s = predict(_numbers(others, own[:k] + own[k + 1 :]).of(job)).seconds
+        job_so = best.of(job)
+        alone = _efficiency(job_so, seconds)
+        share = _product_share(job_so, alone)
+        result.append(FittedStep(job, seconds, alone, share, predict(job_so).seconds, left_out_s))
+    told = tuple(name for name, value in zip(NUMBERS, best, strict=True) if value is not None)
+    return Fitted(best.of(steps[0][0]).machine, result, told, best.host_s or 0.0)
+
+
+def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
+    """As many numbers as these steps tell, whose slownesses alone are their `own`."""
+    one, attention = (
+        _Numbers(1 / statistics.median(1 / each for each in own)),
+        1 / steps[0][0].machine.attention_efficiency,
+    )
+    for start in (
+        one._replace(host_s=0.0, attention=attention),
+        one._replace(host_s=0.0),
+        one._replace(attention=attention),
+    ):
+        if (found := _least_squares(steps, start)) is not None:
+            return found
+    return one
+
+
+def _least_squares(steps: Sequence[tuple[Job, float]], numbers: _Numbers) -> _Numbers | None:
+    """The numbers with the least relative errors, or None if these steps do not tell them all."""
+    names = [name for name, value in numbers._asdict().items() if value is not None]
+    if len(steps) < len(names):
+        return None
+    for turn in range(_ROUNDS):
+        predicted = [predict(numbers.of(job)).seconds for job, _ in steps]
+        moves = {
+            name: getattr(numbers, name) + (1e-4 if name == "host_s" else 1e-3 * getattr(numbers, name))
+            for name in names
+        }
+        slopes = {
+            name: [
+                (predict(numbers._replace(**{name: to}).of(job)).seconds - now)
+                / (to - getattr(numbers, name))
+                / seconds
+                for (job, seconds), now in zip(steps, predicted, strict=True)
+            ]
+            for name, to in moves.items()
+        }
+        if turn == 0 and not all(_told(slopes, name, moves, steps) for name in names[1:]):
+            return None
+        rest = [1 - now / seconds for (_, seconds), now in zip(steps, predicted, strict=True)]
+        columns = np.array(list(slopes.values())).T
+        scales = np.linalg.norm(columns, axis=0)
+        solution, _, rank, _ = np.linalg.lstsq(columns / scales, np.array(rest), rcond=1e-6)
+        if rank < len(names):
+            return None
+        change = (solution / scales).tolist()
+        numbers = numbers._replace(
+            **{name: getattr(numbers, name) + by for name, by in zip(names, change, strict=True)}
+        )
+        if numbers.slowness < 1 or (numbers.host_s or 0.0) < 0 or not 1 <= (numbers.attention or 1.0) <= 50:
+            return None
+        if max(abs(by) for by in change) < 1e-9:
+            break
+    return numbers
 
 
 def _seconds(job: Job, efficiency: float) -> float:
@@ -103,3 +207,12 @@ def _efficiency(job: Job, measured_s: float) -> float:
         else:
             high = middle
     return high
+
+
+def _told(
+    slopes: dict[str, list[float]], name: str, moves: dict[str, float], steps: Sequence[tuple[Job, float]]
+) -> bool:
+    """Whether a number's share of these steps differs enough from that of products."""
+    host_s = 1e-3 if name == "host_s" else moves[name]  # of the host: as if it took 1 ms a layer
+    ratios = [own / max(products, 1e-30) for own, products in zip(slopes[name], slopes["slowness"], strict=True)]
+    return max(slopes[name]) * host_s >= _TOLD and max(ratios) >= _DIFFERENT * max(min(ratios), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
-from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule
+from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.pictures import draw_bars
 from legato.core.text import html_table, percent, table
 from legato.core.units import format_bytes, format_seconds
 from legato.reports.model import TextTable
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict, waits
+from legato.whole_jobs.sure import APART, ORDER_APART, ORDER_NEAR
 from legato.zoo.jobs import model_name
 from legato.zoo.language.models import model_named
 from legato.zoo.presets import framework_named, machine_named
@@ -29,15 +31,16 @@ _MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
 #: Tokens of a micro-batch that context parallelism leaves each GPU. No measured step has fewer (docs/whole_jobs.md),
 #: and one efficiency of all matrix products makes few tokens look as good as many.
 _LEAST_TOKENS = 2048
-#: What allocators and libraries take is not predicted.
-_MEMORY_SHARE = 0.9
+#: After the memory of a layout.
+_MARKS = {"fits": "", "near the limit": ", near the limit", "does not fit": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """The `best` layouts, the fastest first, of `number` that divide evenly.
 
-    `complete` is false if the search reached its limit on work before it had shown that no other layout is faster.
+    Those near the limit of the memory are among them, and so is the fastest that fits, however slow. `complete` is
+    false if the search reached its limit on work before it had shown that no other layout is faster.
     """
 
     best: list[Step]
@@ -58,10 +61,10 @@ class Layouts:
                 schedule_of(step.job),
                 f"{step.job.microbatches} of {step.job.microbatch}",
                 step.job.recompute,
-                step.job.shard,
-                format_seconds(step.seconds),
+                step.job.shard + (f", {step.job.replicas} replicas" if step.job.replicas > 1 else ""),
+                format_seconds(step.seconds) + (" =" if len(self.equal) > 1 and step in self.equal else ""),
                 percent(step.utilization),
-                format_bytes(step.memory.total),
+                format_bytes(step.memory.total) + _MARKS[step.room],
                 waits(step.parts),
             )
             for step in self.best
@@ -69,21 +72,43 @@ class Layouts:
         return TextTable(f"{title_of(self.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
 
     @property
-    def verdict(self) -> str:
-        """How many layouts were compared, and whether these are the fastest."""
-        fastest = "no other is faster" if self.complete else "the search stopped at its limit, so others may be faster"
-        return f"of {self.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten"
+    def first(self) -> Step:
+        """The layout to try first: the fastest that fits, or else the fastest near the limit."""
+        return next((step for step in self.best if step.room == "fits"), self.best[0])
+
+    @property
+    def equal(self) -> list[Step]:
+        """The first ones, which predictions do not tell apart."""
+        return [step for step in self.best if step.seconds < (1 + APART) * self.best[0].seconds]
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """Whether others are faster, which of these predictions do not tell apart, and what decides between them."""
+        more = "" if self.complete else "; others may be faster, because the search stopped at its limit"
+        others = f"the fastest of {self.number:,} layouts, as predicted{more}"
+        equal = self.equal
+        if len(equal) == 1:
+            return others, (
+                f"the others are at least {percent(APART, 0)} slower; of measured pairs so far apart, "
+                f"{percent(ORDER_APART, 0)} were in the predicted order"
+            )
+        other = next((step for step in equal[1:] if step.job.mesh != equal[0].job.mesh), equal[1])
+        return others, (
+            f"{len(equal)} are equal (=): of measured pairs within {percent(APART, 0)}, {percent(ORDER_NEAR, 0)} were "
+            f"in the predicted order. To decide, measure {_both(equal[0].job, other.job)}, and fit the machine to both"
+        )
 
     def __str__(self) -> str:
         """The table and the verdict in lines of text."""
         shown = self.table()
-        return "\n".join([shown.title, *table(shown.heads, shown.rows, right=0), self.verdict])
+        return "\n".join([shown.title, *table(shown.heads, shown.rows, right=0), *self.verdict])
 
     def _repr_html_(self) -> str:
         """A picture for notebooks: what each layout waits for."""
         shown = self.table()
         bars = [(str(step.job.mesh), step.parts, format_seconds(step.seconds)) for step in self.best]
-        return f"{draw_bars(bars, shown.title)}{html_table(shown.heads, shown.rows, right=0)}<p>{self.verdict}</p>"
+        said = "".join(f"<p>{line}</p>" for line in self.verdict)
+        return f"{draw_bars(bars, shown.title)}{html_table(shown.heads, shown.rows, right=0)}{said}"
 
 
 def _layout(job: Job) -> dict[str, Any]:
@@ -98,13 +123,16 @@ def _layout(job: Job) -> dict[str, Any]:
         "microbatch": job.microbatch,
         "microbatches": job.microbatches,
         "recompute": job.recompute,
+        "uneven": job.uneven,
         "shard": job.shard,
+        "replicas": job.replicas,
     }
 
 
 def schedule_of(job: Job) -> str:
     """The schedule of a pipeline in words; "" without one."""
-    return f"{job.schedule}{f' x {job.chunks}' if job.chunks > 1 else ''}" if job.mesh.pipeline > 1 else ""
+    chunks, uneven = f" x {job.chunks}" if job.chunks > 1 else "", ", uneven" if job.uneven else ""
+    return f"{job.schedule}{chunks}{uneven}" if job.mesh.pipeline > 1 else ""
 
 
 def title_of(job: Job) -> str:
@@ -112,6 +140,17 @@ def title_of(job: Job) -> str:
     return (
         f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
     )
+
+
+def _both(one: Job, other: Job) -> str:
+    if one.mesh != other.mesh:
+        return f"{one.mesh} and {other.mesh}"
+    own, others = (
+        f"{schedule_of(job)} {job.microbatches} of {job.microbatch}, recompute {job.recompute}, "
+        f"shard {job.shard}".strip()
+        for job in (one, other)
+    )
+    return f"{one.mesh} with {own} and with {others}"
 
 
 def _divisors(number: int) -> list[int]:
@@ -147,14 +186,20 @@ def _of_mesh(
     schedules: list[tuple[Schedule, int]] = [
         (schedule, chunks)
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
-        for chunks in (_CHUNKS if schedule == "interleaved" else (1,))
+        for chunks in (_chunks(model.layers, mesh.pipeline) if schedule == "interleaved" else (1,))
     ]
-    shards = framework.shards if mesh.data * mesh.context > 1 else ("none",)
+    # Sharded parameters may have a replica on each host, or so many GPUs.
+    copies = mesh.data // math.gcd(mesh.data, machine.gpus_per_host) if mesh.expert == 1 else 1
+    shards: list[tuple[Shard, int]] = [
+        (shard, replicas)
+        for shard in (framework.shards if mesh.data * mesh.context > 1 else ("none",))
+        for replicas in sorted({1, copies if shard == "parameters" and copies < mesh.data else 1})
+    ]
     kept = [one for one in framework.recomputes if one != "core" or not framework.flash]
     least = _LEAST_TOKENS * mesh.context if mesh.context > 1 else 0
     for microbatch in (one for one in _MICROBATCHES if sequences % one == 0 and one * model.sequence >= least):
         for schedule, chunks in schedules:
-            for shard in shards:
+            for shard, replicas in shards:
                 for recompute in kept:
                     try:
                         yield Job(
@@ -170,9 +215,16 @@ def _of_mesh(
                             recompute=recompute,
                             shard=shard,
                             sequence_parallel=mesh.tensor > 1,
+                            replicas=replicas,
                         )
                     except InputError:  # does not divide evenly
                         continue
+
+
+def _chunks(layers: int, pipeline: int) -> list[int]:
+    """Chunks of a stage: all that divide its layers, or with the embeddings and the output layer as one each."""
+    found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
+    return sorted((found | set(_CHUNKS)) - {1})
 
 
 def layouts(
@@ -189,28 +241,30 @@ def layouts(
     """Find the `number` fastest layouts of a model on `gpus` GPUs, for a `batch` of sequences a step of all replicas.
 
     A model, a machine or a framework is given by its name or as it is; a machine's name may be that of a file. A GPU
-    may use `memory_nbytes`, by default 90% of what the machine has. Layouts are tried in the order of `floor_s`, which
-    no prediction is below, and the search ends where that is above the slowest of the best. Raises `InputError`, with
-    the nearest names, on unknown ones, and if no layout divides evenly or none fits in memory.
+    has `memory_nbytes`, by default the machine's. Layouts are tried in the order of `floor_s`, which no prediction is
+    below, and the search ends where that is above the slowest of the best and the fastest that fits. Raises
+    `InputError`, with the nearest names, on unknown ones, and if no layout divides evenly or none fits in memory.
     """
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value < 1:
             raise InputError(f"{option}: {value} (expected at least 1)")
     name, model = name or model_name(model), model_named(model) if isinstance(model, str) else model
     framework, machine = framework_named(framework), machine_named(machine)
-    memory_nbytes = _MEMORY_SHARE * machine.memory_nbytes if memory_nbytes is None else memory_nbytes
+    if memory_nbytes is not None:
+        machine = replace(machine, memory_nbytes=round(memory_nbytes))
     candidates = list(jobs(name, model, framework, machine, gpus, batch))
     if not candidates:
         raise InputError(f"gpus: {gpus:,} for a batch of {batch:,} sequences (expected numbers that divide evenly)")
-    fitting = [job for job in candidates if static(job) <= memory_nbytes]
+    fitting = [job for job in candidates if static(job) <= machine.memory_nbytes]
     queue = [(floor_s(job), index) for index, job in enumerate(fitting)]
     heapq.heapify(queue)
     best: list[Step] = []
+    surest: Step | None = None
     nearest: Step | None = None
     passes, complete = 0, True
     while queue:
         floor, index = heapq.heappop(queue)
-        if len(best) == number and floor >= best[-1].seconds:
+        if len(best) == number and floor >= max(best[-1].seconds, surest.seconds if surest else math.inf):
             break
         job = fitting[index]
         passes += job.mesh.pipeline * job.chunks * job.microbatches
@@ -218,16 +272,21 @@ def layouts(
             complete = False
             break
         step = predict(job)
-        if step.memory.total <= memory_nbytes:
+        if step.room == "fits" and (surest is None or step.seconds < surest.seconds):
+            surest = step
+        if step.room != "does not fit":
             best = sorted([*best, step], key=lambda one: one.seconds)[:number]
         elif nearest is None or step.memory.total < nearest.memory.total:
             nearest = step
     if not best:
         nearest = nearest or predict(min(candidates, key=static))
         raise InputError(
-            f"memory: none of {len(candidates):,} layouts fits in {format_bytes(memory_nbytes)} (the nearest, "
-            f"{nearest.job.mesh}, takes {format_bytes(nearest.memory.total)})"
+            f"memory: none of {len(candidates):,} layouts fits in {format_bytes(machine.memory_nbytes)} (the "
+            f"nearest, {nearest.job.mesh}, takes {format_bytes(nearest.memory.total)}, most of it "
+            f"{nearest.memory.largest})"
         )
+    if surest is not None and surest not in best:
+        best.append(surest)
     return Layouts(best, len(candidates), complete)
 
 

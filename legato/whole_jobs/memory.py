@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
 
 from legato.core.job import Job
 from legato.whole_jobs.schedules import Schedule
-from legato.zoo.language.layer import tokens, width
-from legato.zoo.language.parameters import Parameters, held, layer, owned, vocabulary_part
+from legato.zoo.language.layer import logits, tokens, width
+from legato.zoo.language.parameters import Parameters, held, layer, owned
 
-__all__ = ["Memory", "activations", "memory", "static"]
+__all__ = ["Memory", "Room", "activations", "memory", "static"]
 
 #: Adam with 32-bit parameters and two moments (arXiv 1910.02054, section 3.1); parameters have 2 bytes.
 _OPTIMIZER, _PARAMETER = 12, 2
+#: Of a logit, at the loss's backward pass: in 32 bits; or, in torch's cross entropy, 16 bits, and in 32 bits the
+#: logarithm of its probability and the gradients of both.
+_LOGITS, _LOGITS_WHOLE = 4, 14
 #: Under sharded parameters, the layer that runs and the one that is gathered for it beforehand.
 _GATHERED_LAYERS = 2
+#: The share of a GPU's memory above which libraries and fragments may take the rest: of 605 published jobs, 93% are
+#: below it and ran, or above it and ran out of memory (docs/whole_jobs.md).
+_NEAR = 0.85
+
+Room: TypeAlias = Literal["fits", "near the limit", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,16 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations
+
+    @property
+    def largest(self) -> str:
+        """The part that takes the most."""
+        parts = asdict(self)
+        return max(parts, key=lambda name: parts[name])
+
+    def room_in(self, nbytes: float) -> Room:
+        """Whether a GPU with this memory has room for it, libraries and fragments, which are not predicted."""
+        return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
 def memory(job: Job, plan: Schedule, worker: int) -> Memory:
@@ -93,8 +112,8 @@ def _stage_activations(job: Job, stage: int) -> float:
     total = (counts[stage] - mixtures) * activations(job, False) + mixtures * (
         activations(job, True) if mixtures else 0
     )
-    if stage == len(counts) - 1:  # the inputs of the norm and of the output layer, and logits in 32 bits
-        total += 4 * width(job) + 4 * tokens(job) * vocabulary_part(job)
+    if stage == len(counts) - 1:  # the inputs of the norm and of the output layer, and logits
+        total += 4 * width(job) + (_LOGITS if job.framework.fused_loss else _LOGITS_WHOLE) * logits(job)
     return total
 
 
@@ -116,16 +135,21 @@ def activations(job: Job, mixture: bool) -> float:
 
 def _kept(job: Job, mixture: bool, without_scores: bool) -> float:
     model, tensor, dropout = job.model, job.mesh.tensor, job.framework.dropout
-    between = width(job) * (8 + 2 * dropout)  # inputs of two norms and of both halves, and two masks
+    fused = job.framework.fused
+    # Inputs of two norms and of both halves, and two masks; what is not fused keeps the norms' inputs in 32 bits, and
+    # their results before the weights.
+    between = width(job) * ((8 if fused else 16) + 2 * dropout)
     if model.latent is None:
         heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
     else:
         heads = model.heads * (4 * model.head_size + 2 * model.latent.rope)
     attention = 2 * tokens(job) * heads / tensor  # queries, keys, values and results
-    scores = 0 if without_scores else tokens(job) * model.sequence * model.heads / tensor * (5 if dropout else 2)
+    each = 2 + 3 * dropout + (0 if job.framework.fused_softmax else 4)  # after softmax, and its results in 32 bits
+    scores = 0 if without_scores else tokens(job) * model.sequence * model.heads / tensor * each
     inner = tokens(job) * (model.shared_intermediate if mixture else model.intermediate)
     rows = tokens(job) * model.active_experts if mixture else 0
     inner += rows * model.expert_intermediate
-    mlp = 2 * (3 if model.family == "llama" else 2) * inner / tensor + 2 * rows * model.hidden / tensor
+    kept = (3 if fused else 4) if model.family == "llama" else 2  # if not fused, the activated gate as well
+    mlp = 2 * kept * inner / tensor + 2 * rows * model.hidden / tensor
     selective = 0.5 if job.recompute == "selective" else 1.0  # every second product's result is kept, and attention's
     return between * selective + attention * selective + scores + mlp * selective

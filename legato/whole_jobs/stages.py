@@ -80,7 +80,7 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
     joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
     if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
         return joined
-    reduce_scatter = over_data(job, parameters, "reduce_scatter", job.framework.gradient_nbytes)
+    reduce_scatter = over_data(job, parameters, "reduce_scatter", job.framework.reduced_nbytes)
     gather = over_data(job, parameters, "all_gather", 2) if job.shard == "parameters" else ()
     behind_s = own.backward.computing_s + own.weights.computing_s
     return Passes(
@@ -91,7 +91,14 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas."""
+    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas.
+
+    Where parameters have replicas, these sum the parts of the gradients that they own.
+    """
+    if job.replicas > 1:
+        inside = Exchange("data", operation, ("expert", "context"), nbytes * own.shared)
+        sums = inside._replace(operation="all_reduce", dimensions=("replica",), nbytes=nbytes * owned(job, own))
+        return (inside, sums) if operation == "reduce_scatter" else (inside,)
     shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)
     replicas = shared._replace(dimensions=("replica", "context"), nbytes=nbytes * own.experts)
     return (shared, replicas) if own.experts else (shared,)
@@ -115,7 +122,7 @@ def tail(job: Job, worker: int) -> Tail:
     own = Parameters(0)
     for stage in range(worker, len(job.split), job.mesh.pipeline):
         own = own.plus(held(job, stage))
-    gradient = job.framework.gradient_nbytes
+    gradient = job.framework.reduced_nbytes
     gathers = over_data(job, own, "all_gather", 2)
     if job.shard == "none":
         reduces, gathers = over_data(job, own, "all_reduce", gradient), ()

@@ -12,10 +12,11 @@ from legato.core.program import Compute, clock
 from legato.core.text import percent
 from legato.core.units import format_bytes, format_seconds
 from legato.whole_jobs.cost import COMPUTING, KINDS, Cost, cost_of, cost_of_work, send
-from legato.whole_jobs.memory import Memory, memory
+from legato.whole_jobs.memory import Memory, Room, memory
 from legato.whole_jobs.pipeline import STEPS, coarse
 from legato.whole_jobs.schedules import schedule
 from legato.whole_jobs.stages import is_away, passes, sent_nbytes, tail
+from legato.whole_jobs.sure import Interval, Kind, interval, kind_of
 from legato.zoo.language import layer
 from legato.zoo.language.parameters import model_flops
 
@@ -63,6 +64,7 @@ class Step:
     @property
     def columns(self) -> dict[str, Any]:
         """What `--json` prints of a step."""
+        likely = self.interval
         sent: dict[str, dict[str, float]] = {}
         for (kind, tier), nbytes in self.sent.items():
             sent.setdefault(kind, {})[tier] = nbytes
@@ -70,6 +72,8 @@ class Step:
             "name": self.job.name,
             "gpus": self.job.mesh.workers,
             "step_s": self.seconds,
+            "interval_s": None if likely is None else [likely.low_s, likely.high_s],
+            "measured_steps": 0 if likely is None else likely.like.steps,
             "computing_s": self.computing_s,
             "bubble_s": self.bubble_s,
             "exposed_s": self.exposed_s,
@@ -77,7 +81,23 @@ class Step:
             "utilization": self.utilization,
             "sent_nbytes": sent,
             "memory_nbytes": asdict(self.memory),
+            "room": self.room,
         }
+
+    @property
+    def kind(self) -> Kind:
+        """What measured steps have in common with this one."""
+        return kind_of(self.job, self.layer_s)
+
+    @property
+    def interval(self) -> Interval | None:
+        """The seconds between which the step is in four cases of five; None if no measured step is like it."""
+        return interval(self.kind, self.job.machine, self.seconds)
+
+    @property
+    def room(self) -> Room:
+        """Whether the memory of a GPU has room for this one's."""
+        return self.memory.room_in(self.job.machine.memory_nbytes)
 
     @property
     def tokens_per_s(self) -> float:
@@ -200,12 +220,12 @@ def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     Hidden collectives of gradients and of parameters are beside the last micro-batch's backward pass and the first
     one's forward pass.
     """
-    own, hidden = tail(job, worker), "data" in job.framework.hidden
+    own, framework = tail(job, worker), job.framework
     mine = stages[worker :: job.mesh.pipeline]
     backward_s = sum(one.backward.of(COMPUTING) + one.weights.of(COMPUTING) for one in mine)
     forward_s = sum(one.forward.of(COMPUTING) for one in mine)
-    gradients = cost_of(job, worker, own.gradients).behind(backward_s, hidden)
-    parameters = cost_of(job, worker, own.parameters).behind(forward_s, hidden)
+    gradients = cost_of(job, worker, own.gradients).behind(backward_s, framework.hides_gradients)
+    parameters = cost_of(job, worker, own.parameters).behind(forward_s, "data" in framework.hidden)
     # Two workers exchange the sums of a tied table at once, which takes as long as a transfer.
     tied = _send(job, job.mesh.pipeline - 1, own.tied_nbytes) if own.tied_nbytes else Cost()
     return gradients + parameters + tied + Cost({"optimizer": own.optimizer_s})

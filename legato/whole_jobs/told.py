@@ -8,11 +8,12 @@ from dataclasses import asdict
 from msgspec.structs import replace
 
 from legato.core.job import Job
+from legato.core.text import count
 from legato.core.units import format_bytes, format_seconds
 from legato.reports.model import Breakdown, BreakdownChart, ModelReport, TextTable
 from legato.whole_jobs.layouts import Layouts, machines, schedule_of, title_of
 from legato.whole_jobs.step import Step, predict, waits
-from legato.zoo.presets import MACHINES
+from legato.whole_jobs.sure import SMALL_S, is_default
 
 __all__ = ["DRAWN", "breakdown", "caveats", "faster", "machines_table", "report_of"]
 
@@ -21,8 +22,6 @@ DRAWN = (
     "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
     "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
 )
-#: A layer's forward and backward pass in less time may be bound by the host.
-_SMALL_S = 5e-3
 #: What allocators and libraries take is not predicted.
 _UNCOUNTED = "memory that allocators and libraries take is not counted"
 
@@ -35,20 +34,34 @@ def breakdown(name: str, parts: dict[str, float], facts: str = "", note: str = "
 
 def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
-    machine, memory = step.job.machine, step.memory
+    machine, framework, memory = step.job.machine, step.job.framework, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
-    fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
+    has, why = format_bytes(machine.memory_nbytes), f"most of it: {memory.largest}"
+    room = {
+        "fits": f"fits in {has}",
+        "near the limit": f"near the limit of {has} (libraries and fragments come on top; {why})",
+        "does not fit": f"does not fit in {has} ({why})",
+    }[step.room]
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}): {room}"
     yield machine.links_in_words
-    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        yield (
-            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
-            "20 to 25% more or less; legato fit-machine fits it)"
-        )
+    default = is_default(machine)
+    whose = "a default; legato fit-machine fits it" if default else "given or fitted"
+    yield f"efficiency {machine.efficiency:g} of {machine.name} ({whose})"
+    if (likely := step.interval) is None:
+        fitted = " with a default efficiency" if default else ""
+        yield f"no measured step is like this one{fitted} ({step.kind}): how far off it is, nobody knows"
     else:
-        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
-    if step.layer_s < _SMALL_S:
-        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
+        yield (
+            f"{format_seconds(likely.low_s)} to {format_seconds(likely.high_s)} in four cases of five, by "
+            f"{likely.like.steps} measured steps of {count(likely.like.sources, 'source')} ({step.kind})"
+        )
+    if step.layer_s < SMALL_S and not framework.host_s:
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer (legato fit-machine)"
+    if step.job.model.experts > 1 and not framework.mixture_s:
+        yield (
+            "host work and small kernels of a mixture are counted as none: measured steps want 0 to 4 ms a layer and "
+            "micro-batch, and only a step of yours says how many (--mixture-time)"
+        )
 
 
 def faster(best: Step) -> dict[str, Step]:
@@ -75,7 +88,7 @@ def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Mod
         bars = [breakdown(str(step.job.mesh), step.parts, facts=_facts(step.job, found)) for step in found.best]
         charts.append(BreakdownChart("The fastest layouts", DRAWN, tuple(bars)))
         told.insert(0, found.table())
-        known = [found.verdict, f"with the fastest layout, {known[0]}", *known[1:]]
+        known = [*found.verdict, f"with the first layout, {known[0]}", *known[1:]]
     bars = [breakdown(name, step.parts, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
     title = f"The same layout ({best.job.mesh}) on another machine"
     hint = "One thing of the machine is better. The time of each step is followed by the speedup."

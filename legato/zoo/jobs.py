@@ -51,6 +51,7 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
     recompute: Recompute = "none",
     shard: Shard = "none",
     sequence_parallel: bool = False,
+    replicas: int = 1,
     machine: str | Machine = "h100",
     framework: str | Framework = "megatron-core",
     overlap: Sequence[Hidden] | None = None,
@@ -89,4 +90,5 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
         recompute=recompute,
         shard=shard,
         sequence_parallel=sequence_parallel,
+        replicas=replicas,
     )

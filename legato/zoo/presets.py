@@ -1,7 +1,6 @@
 """Frameworks, machines and devices by name: facts of releases and data sheets, and efficiencies that were fitted.
 
-The efficiency of a machine is that of steps of one framework on it (docs/whole_jobs.md); another framework may be off
-by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
+The efficiency of a machine is that of steps of one framework on it; `whole_jobs.sure` says how far off others are.
 """
 
 from __future__ import annotations
@@ -29,19 +28,35 @@ __all__ = [
     "with_links",
 ]
 
-#: `megatron-core` with its usual options for overlap; `megatron-2021` is that of arXiv 2104.04473, whose attention
-#: stores its scores and whose tensor-parallel workers send parts of activations between stages.
+#: What each framework does, and where it says so:
+#:
+#: - `megatron-core`: Megatron-LM with its usual options (--tp-comm-overlap is off; --overlap-grad-reduce,
+#:   --overlap-param-gather, asynchronous backward tensor-parallel all-reduces and sends are on; gradients are added up
+#:   in float32, --make-vocab-size-divisible-by is 128, cross entropy takes a part of the logits).
+#: - `nemo`: the same library in NeMo's recipes for pre-training (ub_tp_comm_overlap is on, so all tensor-parallel
+#:   collectives go beside products; the default of context parallelism sends keys and values beside attention;
+#:   grad_sync_dtype is bf16).
+#: - `torchtitan`: FSDP2 and DTensor (MixedPrecisionPolicy: parameters in bfloat16, gradients reduced in float32;
+#:   sharded matrices keep their gathered inputs).
+#: - `megatron-2021`: arXiv 2104.04473, whose attention stores its scores, whose gradients are of 16 bits, and whose
+#:   tensor-parallel workers send parts of activations between stages.
+_CORE = Framework(
+    "megatron-core",
+    hidden=("tensor", "pipeline", "data"),
+    vocabulary_multiple=128,
+    schedules=("1f1b", "interleaved"),
+    recomputes=("none", "core", "full"),
+    shards=("none", "optimizer"),
+)
 FRAMEWORKS = {
     one.name: one
     for one in (
-        Framework(
-            "megatron-core",
-            hidden=("tensor", "pipeline", "data"),
-            vocabulary_multiple=128,
-            mixture_s=4.0e-3,
-            schedules=("1f1b", "interleaved"),
-            recomputes=("none", "core", "full"),
-            shards=("none", "optimizer"),
+        _CORE,
+        replace(
+            _CORE,
+            name="nemo",
+            hidden=("tensor", "tensor:forward", "context", "pipeline", "data"),
+            gradient_nbytes=2,
         ),
         Framework(
             "torchtitan",
@@ -72,6 +87,14 @@ MACHINES = {
         Machine("h100", 989.4e12, 3350e9, 79 * 2**30, 450e9, 50e9, 0.597, 0.5),
         Machine("h100-500w", 989.4e12, 2400e9, 95 * 2**30, 450e9, 50e9, 0.4455, 0.35),
         Machine("b200", 2250e12, 8000e9, 179 * 2**30, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
+        # Of an NVL72; its efficiency is that of three published steps of NeMo.
+        Machine("gb200", 2450e12, 8000e9, 184 * 2**30, 900e9, 50e9, 0.446, 0.42, gpus_per_host=72, link_share=0.67),
+        # The chip of an h100, whose efficiencies they have: no step on them fitted any.
+        Machine("h200", 989.4e12, 4800e9, 140 * 2**30, 450e9, 50e9, 0.597, 0.5),
+        Machine("h800", 989.4e12, 3350e9, 79 * 2**30, 200e9, 50e9, 0.597, 0.5),
+        # 620 TFLOP/s of products in benchmarks of SemiAnalysis (December 2024); seven links of 64 GB/s. Attention as
+        # FlashAttention-2 has it on an h100.
+        Machine("mi300x", 1307.4e12, 5300e9, 191 * 2**30, 448e9, 50e9, 0.474, 0.35),
     )
 }
 

@@ -1,7 +1,6 @@
 """The table of axes fits the simulator, the options and the documentation."""
 
 import dataclasses
-from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -14,7 +13,6 @@ from legato.core.quantities import parse_seconds
 from legato.simulator.flow import FABRICS, Network
 from legato.sweeps.grid import network_of
 
-DOCS = Path(__file__).parents[2] / "docs"
 #: They make something else of the network than a field with their name.
 MADE_OF = {"slow": "compute_scale", "slow_link": "link_scale", "disturb": "disturbances"}
 
@@ -45,10 +43,3 @@ def test_every_axis_is_an_option_and_its_column_one_of_the_rows(capsys, workload
         assert {axis.name for axis in (*NETWORK, *FABRIC)} <= {option.name for option in commands[verb].params}
     _, out, _ = run(capsys, "sweep", workload, "--jobs", 1, "--json")
     assert all(f'"{axis.field}":' in out for axis in SWEPT)
-
-
-@pytest.mark.parametrize("axis", [*NETWORK, *FABRIC], ids=lambda axis: axis.name)
-def test_the_page_about_sweeps_names_every_axis(axis):
-    flag = axis.name.replace("_", "-")
-    page = (DOCS / "sweep.md").read_text()
-    assert f"`--{flag}`" in page or f"`--no-{flag}`" in page

@@ -26,7 +26,7 @@ def test_the_step_as_traced_stands_beside_the_measured_and_the_predicted_one(pro
     status, out, err = run(capsys, "simulate", program, *FORMULAS)
     assert status == 0, err
     assert all(word in out for word in ("computing", "waiting for the host", "tensor", "data", "as traced", "step"))
-    assert "the step as traced is off by 0.0%" in err and "network: 8 GPUs a host" in err
+    assert "the step as traced is off by 0.0%" in err and "hosts of 8 x h100: 400 Gbit/s a GPU" in err
 
 
 def test_other_networks_and_more_workers_are_options(program, capsys):

@@ -185,6 +185,7 @@ def command_lines(page):
             if token.type == "fence" and token.info.split()[:1] not in ([], ["sh"], ["bash"], ["console"]):
                 continue
             for verb, rest in COMMAND.findall(token.content.replace("\\\n", " ")):
+                rest = re.split(r" \S+\.py\b| -m ", rest)[0] if verb == "watch" else rest  # the script's own follow
                 if token.type == "code_inline" or verb in VERBS or re.search(r" -", rest):
                     yield verb, re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest)
 

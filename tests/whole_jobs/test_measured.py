@@ -43,7 +43,7 @@ def test_the_presets_have_the_fitted_constants():
 def test_fit_machine_finds_them_and_predicts_the_other_rows(machine):
     """By the median of single steps instead of least squares, as for a user who measured one to three of them."""
     mine = [row for row in ROWS if row.job.machine.name == machine and row.job.model.experts == 1]
-    fitted, steps = fit([(row.job, row.measured_s) for row in mine if row.fit])
+    fitted, steps, *_ = fit([(row.job, row.measured_s) for row in mine if row.fit])
     assert fitted.efficiency == pytest.approx(mine[0].job.machine.efficiency, rel=0.03)
     assert all(step.left_out_s == pytest.approx(step.measured_s, rel=0.1) for step in steps if step.left_out_s)
     others = [measured["on"](row, efficiency=fitted.efficiency).error() for row in mine if not row.fit]

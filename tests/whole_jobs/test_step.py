@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import asdict
 
 import pytest
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
@@ -9,9 +10,10 @@ from support.strategies import seeds
 
 from legato import zoo
 from legato.core.errors import InputError
-from legato.core.job import Framework, Mesh, WorkerGroup
+from legato.core.job import HIDDEN, Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
-from legato.whole_jobs.memory import activations
+from legato.whole_jobs.flow.step import network_of, simulate
+from legato.whole_jobs.memory import Memory, activations
 from legato.whole_jobs.step import predict
 from legato.zoo.language.models import MODELS
 from legato.zoo.language.parameters import held, model_flops, parameters
@@ -125,6 +127,38 @@ def test_volumes_of_zero(data):
         assert sent(step, "data") == pytest.approx(2 * times * size)
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_of_sharded_parameters(replicas, pipeline):
+    """HSDP: the shards' collectives among 8 / replicas neighbours, and an all-reduce of what each owns."""
+    machine, mesh = replace(IDEAL, gpus_per_host=8 // replicas), Mesh(data=8, pipeline=pipeline)
+    one, whole = (
+        job(LLAMA, mesh, Framework(gradient_nbytes=2), machine, shard="parameters", replicas=copies)
+        for copies in (replicas, 1)
+    )
+    size, shards = parameters(LLAMA) / pipeline, 8 // replicas
+    step, times = predict(one), 3 if pipeline == 1 else 2  # a pipeline gathers once a step
+    summed = 2 * (replicas - 1) / replicas * size / shards
+    assert sent(step, "data") == pytest.approx(2 * (times * size * (shards - 1) / shards + summed))
+    assert step.sent["data", "network"] == pytest.approx(2 * summed)
+    assert step.memory.optimizer == pytest.approx(replicas * predict(whole).memory.optimizer)
+    links = simulate(one, network_of(machine, one.mesh.workers)).step
+    assert sum(links.sent.values()) == pytest.approx(sum(step.sent.values()))
+
+
+@pytest.mark.parametrize("more", [{"replicas": 3}, {"replicas": 2, "shard": "optimizer"}])
+def test_where_there_are_no_replicas(more):
+    with pytest.raises(InputError, match=r"replicas: . .expected a divisor of the 8 workers of data, and that these"):
+        job(LLAMA, Mesh(data=8), **{"shard": "parameters", **more})
+
+
+def test_stages_are_even_with_or_without_the_ends():
+    even, ends, uneven = (replace(LLAMA, layers=layers) for layers in (8, 6, 7))
+    found = [job(one, Mesh(pipeline=4), microbatches=4) for one in (even, ends, uneven)]
+    assert [one.uneven for one in found] == [False, False, True] and found[1].split == (1, 2, 2, 1)
+    assert not job(uneven).uneven
+
+
 @pytest.mark.parametrize("expert", [2, 4, 8])
 def test_bytes_of_experts(expert):
     """Dispatch and combine, T h x active experts each, forward and backward; experts are reduced among replicas."""
@@ -179,6 +213,81 @@ def test_memory_of_states(data):
         layer = held(job(LLAMA, Mesh(pipeline=6)), 1).shared if shard == "parameters" else 0
         found = (memory.parameters - 2 * 2 * layer, memory.gradients, memory.optimizer)
         assert found == pytest.approx([times * size for times in states])
+
+
+def test_what_is_not_fused_keeps_more():
+    """torch's eager kernels: norms keep their inputs in 32 bits and what comes before the weights, a gated MLP its
+    activated gate, attention the scores before they are cast; and cross entropy all logits in 32 bits three times."""
+    tokens, hidden = LLAMA.sequence, LLAMA.hidden
+    eager, fused = (job(LLAMA, Mesh(), Framework(fused=fused)) for fused in (False, True))
+    more = activations(eager, False) - activations(fused, False)
+    assert more == 8 * tokens * hidden + 2 * tokens * LLAMA.intermediate
+    stored = [
+        activations(job(LLAMA, Mesh(), Framework(flash=False, fused_softmax=one)), False) for one in (False, True)
+    ]
+    assert stored[0] - stored[1] == 4 * tokens * LLAMA.sequence * LLAMA.heads
+    for tensor in (1, 2):
+        mesh = Mesh(tensor=tensor)
+        memory = [predict(job(LLAMA, mesh, Framework(fused_loss=one))).memory for one in (True, False)]
+        logits = tokens * LLAMA.vocabulary
+        assert memory[1].activations - memory[0].activations == 14 * logits - 4 * logits / tensor
+        assert memory[1].largest == max(asdict(memory[1]), key=lambda part: getattr(memory[1], part))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensor_parallel_collectives_are_hidden_in_both_passes(recompute):
+    """All but those of the embeddings, the output layer's gather and, of a layer, what is longer than its products."""
+    fast = replace(IDEAL, link_bytes_per_s=1e14)
+    steps = [
+        predict(job(LLAMA, Mesh(tensor=2), Framework(hidden=hidden), fast, recompute=recompute, sequence_parallel=True))
+        for hidden in ((), ("tensor",), ("tensor", "tensor:forward"))
+    ]
+    ends = 2 * LLAMA.sequence * LLAMA.hidden * 2 / 2  # reduce-scatter and gather of the embeddings
+    ends += 2 * LLAMA.sequence * LLAMA.hidden / 2  # the output layer's gather
+    assert steps[0].exposed_s["tensor"] > steps[1].exposed_s["tensor"] > steps[2].exposed_s["tensor"]
+    assert steps[2].exposed_s["tensor"] == pytest.approx(ends / 1e14, rel=1e-9)
+    assert steps[0].sent == steps[1].sent == steps[2].sent
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_gradients_are_hidden_and_gathers_of_parameters_are_not(shard):
+    fast = replace(IDEAL, link_bytes_per_s=1e15)
+    exposed = {
+        hidden: predict(job(LLAMA, Mesh(data=4), Framework(hidden=hidden), fast, shard=shard)).exposed_s["data"]
+        for hidden in ((), ("data:gradients",), ("data",))
+    }
+    gather = 2 * parameters(LLAMA) * 3 / 4 / 1e15 if shard == "optimizer" else 0
+    assert exposed["data",] == 0 and exposed[()] > exposed["data:gradients",]
+    assert exposed["data:gradients",] == pytest.approx(gather, rel=1e-9)
+    for hidden in ((), ("data:gradients",), ("data",)):
+        one = job(LLAMA, Mesh(data=4), Framework(hidden=hidden), fast, shard=shard)
+        assert simulate(one, network_of(fast, 4)).step.seconds == pytest.approx(predict(one).seconds, rel=1e-9)
+
+
+def test_copies_of_a_token_cross_the_network_once():
+    """Two experts of a token on hosts of 2: of both copies, 4 (1 - (3/4)^2) / 2 are sent."""
+    machine = replace(IDEAL, gpus_per_host=2)
+    sent_nbytes = [
+        sent(predict(job(MIXTURE, Mesh(data=data, expert=data), Framework(deduplicates=one), machine)), "expert")
+        for data in (8, 2)
+        for one in (True, False)
+    ]
+    assert sent_nbytes[0] == pytest.approx(4 * (1 - 0.75**2) / 2 * sent_nbytes[1])
+    assert sent_nbytes[2] == sent_nbytes[3]
+
+
+def test_gradients_are_sent_in_another_precision_than_added_up():
+    one = job(LLAMA, Mesh(data=4), Framework(gradient_nbytes=2, sent_nbytes=4))
+    two, four = (predict(job(LLAMA, Mesh(data=4), Framework(gradient_nbytes=nbytes))) for nbytes in (2, 4))
+    step = predict(one)
+    assert step.memory == two.memory and step.sent == four.sent and two.sent != four.sent
+
+
+def test_a_job_fits_is_near_the_limit_or_does_not_fit():
+    memory = Memory(30.0, 20.0, 20.0, 15.0)
+    assert [memory.room_in(nbytes) for nbytes in (100, 99, 85, 84)] == [
+        "fits", "near the limit", "near the limit", "does not fit"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
@@ -237,7 +346,7 @@ def test_what_holds_for_every_job(seed):
     assert sum(parts) == pytest.approx(step.seconds, rel=1e-9)
     assert min(parts) >= -1e-9 * step.seconds
     # what is hidden makes no step longer, and sends as much
-    everything = ("tensor", "context", "expert", "pipeline", "data")
+    everything = HIDDEN
     hidden = predict(replace(one, framework=replace(one.framework, hidden=everything)))
     exposed = predict(replace(one, framework=replace(one.framework, hidden=())))
     assert hidden.seconds <= step.seconds * (1 + 1e-9) <= exposed.seconds * (1 + 2e-9)

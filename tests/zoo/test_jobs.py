@@ -35,7 +35,7 @@ def test_names_stand_for_what_they_name():
         ({"framework": "megatron"}, "unknown preset 'megatron'; did you mean 'megatron-core'"),
         ({"gpus": 100, "tensor": 8}, "gpus: 100 (expected 96: tensor 8 x context 1 x pipeline 1 x data 12)"),
         ({"gpus": 0}, "gpus: 0 (expected 1: "),
-        ({"overlap": ["tensr"]}, "overlap: 'tensr' (expected tensor, context"),
+        ({"overlap": ["tensr"]}, "overlap: 'tensr' (expected tensor, tensor:forward"),
         ({"pipeline": 0, "gpus": 8}, "pipeline: 0 (expected 1 to 1,048,576)"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks: 2 (expected 1"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -15,12 +15,13 @@ from rich.table import Table
 from legato.cli.axes import Given, axes
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
-from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, setting, split
+from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, quantity, setting, split
 from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table, print_text
 from legato.core import files
 from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
-from legato.core.job import Job, LanguageModel, Machine, Schedule, Shard
+from legato.core.job import DIMENSIONS, HIDDEN, Job, LanguageModel, Machine, Schedule, Shard
+from legato.core.quantities import parse_seconds
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
@@ -43,7 +44,8 @@ OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
 #: The columns of tables that are text.
 _NAMES = ("job", "waits for")
-
+#: Bytes of a gradient by its precision.
+_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Steps that differ by a smaller share take as long.
 _ROUNDING = 1e-9
 
@@ -69,6 +71,9 @@ class Layout:
     chunks: int | None = setting(None, "Chunks of layers of a stage.", show_default="1; 2 if interleaved")
     split: str | None = setting(None, "Layers of each chunk, such as 7,8,8,7.", show_default="even")
     shard: Shard | None = setting(None, "What data-parallel GPUs keep only their own part of.", show_default="none")
+    replicas: int | None = setting(
+        None, "Groups of data-parallel GPUs that each have all parameters, with --shard parameters.", show_default="1"
+    )
     sequence_parallel: bool | None = setting(
         None, "Divide sequences between tensor-parallel products.", "--sequence-parallel", show_default="no"
     )
@@ -76,35 +81,89 @@ class Layout:
         None, "Recompute only attention's core, or every second product.", show_default="nothing; --recompute: all"
     )
     preset: str | None = setting(
-        None, "Framework: megatron-core, torchtitan or megatron-2021.", show_default="megatron-core"
+        None, "Framework: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
     )
     overlap: str | None = setting(
         None,
-        "Kinds of communication that run beside computation, of tensor, context, expert, pipeline and data; or none.",
+        f"Kinds of communication that run beside computation, of {', '.join(HIDDEN)}; or none.",
+        show_default="the preset's",
+    )
+    gradient_dtype: str | None = setting(
+        None,
+        "Precision in which gradients are added up, fp32 or bf16; with another to send them in: bf16:fp32.",
+        show_default="the preset's",
+    )
+    fused_loss: bool | None = setting(
+        None,
+        "Whether the loss reads each GPU's part of the logits in 16 bits, or all of them in 32 bits.",
+        "--fused-loss/--whole-logits",
+        show_default="the preset's",
+    )
+    deduplicate_experts: bool | None = setting(
+        None,
+        "Send one copy of a token to the experts of a host.",
+        "--deduplicate-experts",
+        show_default="one to each expert",
+    )
+    mixture_time: str | None = setting(
+        None, "Host work and small kernels of a mixture, a layer and micro-batch, such as 4ms.", show_default="none"
+    )
+    host_time: str | None = setting(
+        None, "Time that no GPU work hides, a layer and micro-batch, such as 5ms.", show_default="none"
+    )
+    attention_efficiency: float | None = setting(
+        None, "Share of the peak that attention reaches.", show_default="the device's"
+    )
+    fused: bool | None = setting(
+        None,
+        "Whether chains of elementwise operations are one kernel.",
+        "--fused/--eager",
         show_default="the preset's",
     )
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts about a framework that the options give, by the fields of `Framework`."""
+        facts: dict[str, Any] = {
+            "fused": self.fused, "fused_loss": self.fused_loss, "deduplicates": self.deduplicate_experts
+        }  # fmt: skip
+        for field, option, text in (
+            ("mixture_s", "mixture-time", self.mixture_time), ("host_s", "host-time", self.host_time)
+        ):  # fmt: skip
+            facts[field] = None if text is None else quantity(option, text, parse_seconds)
+        if self.gradient_dtype is not None:
+            added, _, sent = self.gradient_dtype.partition(":")
+            if not {added, sent or added} <= _NBYTES.keys():
+                raise InputError(f"--gradient-dtype: {self.gradient_dtype!r} (expected fp32, bf16, or bf16:fp32)")
+            facts |= {"gradient_nbytes": _NBYTES[added], "sent_nbytes": _NBYTES.get(sent)}
+        return {field: value for field, value in facts.items() if value is not None}
+
     def job(self, name: str, model: LanguageModel, machine: Machine, *, recompute: bool) -> Job:
         from legato.zoo.jobs import job
+        from legato.zoo.presets import framework_named
 
         if recompute and self.recompute_only:
             raise InputError("--recompute and --recompute-only: give one or the other")
-        fields = {_FIELDS.get(option, option): value for option, value in asdict(self).items() if value is not None}
+        fields = {name: getattr(self, option) for option, name in _FIELDS.items() if getattr(self, option) is not None}
         for field, parse in (("order", split), ("overlap", _kinds), ("layers", _layers)):
             if field in fields:
                 fields[field] = parse(fields[field])
         if recompute:
             fields["recompute"] = "full"
-        return job(model, **fields, machine=machine, name=name)
+        if self.attention_efficiency is not None:
+            machine = replace(machine, attention_efficiency=self.attention_efficiency)
+        framework = replace(framework_named(self.preset or "megatron-core"), **self.facts)
+        return job(model, **fields, framework=framework, machine=machine, name=name)
 
 
-#: The fields of a job, and the parameters of `legato.job`, whose options have other names.
+#: The options that are parameters of `legato.job`, with their names there.
 _FIELDS = {
+    **{name: name for name in (*DIMENSIONS, "expert", "gpus", "order", "microbatches", "chunks", "shard", "replicas")},
+    **{name: name for name in ("sequence_parallel", "overlap")},
     "microbatch_size": "microbatch",
     "pipeline_schedule": "schedule",
     "split": "layers",
     "recompute_only": "recompute",
-    "preset": "framework",
 }
 
 
@@ -132,7 +191,8 @@ def write(
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import caveats
 
-    job = layout.job(name, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
+    label = Path(name).stem if name.endswith(".json") else name
+    job = layout.job(label, shape_of(name, shape.given()), computes.machine(), recompute=recompute)
     step = predict(job)
     if output is not None:
         files.write(output, job)

@@ -93,6 +93,7 @@ class Shape:
 def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
     """The shape of a language model, with what the options change in it."""
     from legato import zoo
+    from legato.zoo.language.configuration import model_of
     from legato.zoo.language.models import MODELS, model_named
 
     if name == LLM:
@@ -101,6 +102,8 @@ def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
         if missing:
             raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
         return zoo.shaped(**given)
+    if name.endswith(".json"):
+        return model_of(Path(name), given)
     if name not in MODELS:
         known = f"expected one of {', '.join((LLM, *MODELS))}"
         if given:

@@ -118,14 +118,14 @@ def _needed(nodes: Collection[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _parts(nodes: Sequence[fx.Node], starts: Iterable[int]) -> list[Sequence[fx.Node]]:
-    """The nodes before and after each start, with the parts of a result behind it."""
+    """Return the nodes from each start to the next, each result together with its parts."""
     ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
     bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
     return [nodes[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _last_users(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
-    """The number of the last part that needs each node: -1 if none does, and behind all of them if it is returned."""
+    """Return the last part that needs each node: -1 if none does, the number of parts if the node is returned."""
     number = {node: i for i, part in enumerate(parts) for node in part}
     found = {n: max((number[u] for u in n.users if u in number), default=-1) for n in graph.nodes}
     return found | {value: len(parts) for value in outputs(graph) if isinstance(value, fx.Node)}

@@ -71,7 +71,7 @@ class OptimizerTimes:
 
 
 def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
-    """The arguments of each of the ops that an op on lists of tensors stands for; else those of the op itself."""
+    """Return the arguments of each op that an op on lists of tensors stands for; else the op's own."""
     columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
     if not columns:
         return [list(arguments)]

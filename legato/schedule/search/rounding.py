@@ -127,7 +127,7 @@ def rounded(
 
 
 def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
-    """What an iteration may take: a little more than the fastest of these."""
+    """Return the time that an iteration may take: a little more than the fastest of these."""
     return min(seconds for *_, seconds in starts) * (1 + TOLERANCE)
 
 

@@ -44,8 +44,8 @@ class _Program:
         self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
         self.known: dict[tuple[object, ...], Groups] = {}
         names = [part for name in job.mesh.order for part in (("replica", "expert") if name == "data" else (name,))]
-        sizes = {"replica": job.mesh.data // job.mesh.expert} | {
-            name: getattr(job.mesh, name) for name in ("tensor", "context", "pipeline", "expert")
+        sizes = {"replica": job.mesh.data // job.divided.expert} | {
+            name: getattr(job.divided, name) for name in ("tensor", "context", "pipeline", "expert")
         }
         ranks = np.arange(job.mesh.workers).reshape([sizes[name] for name in names])
         self.names = [name for name in names if name != "pipeline"]
@@ -62,19 +62,20 @@ class _Program:
 
     def _lane(self, worker: int, actions: list[schedules.Action]) -> Iterator[Action]:
         tail, last = stages.tail(self.job, worker), self.job.microbatches - 1
+        hides_gradients = self.job.framework.hides_gradients
         gathers = self._numbers(worker, tail.parameters if self.hidden else ())
         yield from map(Start, gathers)
         reduces: list[int] | None = None
         first = max(at for at, one in enumerate(actions) if one.kind == "forward" and one.microbatch == 0)
         for at, action in enumerate(actions):
-            if self.hidden and reduces is None and action.kind == "backward" and action.microbatch == last:
+            if hides_gradients and reduces is None and action.kind == "backward" and action.microbatch == last:
                 reduces = self._numbers(worker, tail.gradients)
                 yield from map(Start, reduces)
             yield from around(action, self._pass(worker, action), self.last, self._send, overlapped=self.overlapped)
             if at == first:
                 yield from map(Wait, gathers)
         yield from map(Wait, reduces or [])
-        if not self.hidden:
+        if not hides_gradients:
             yield from self._blocking(worker, tail.gradients)
         if tail.tied_nbytes:
             yield from self._tied(tail.tied_nbytes)

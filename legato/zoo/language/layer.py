@@ -17,15 +17,17 @@ from legato.core.job import Job
 from legato.zoo.language.parameters import vocabulary_part
 from legato.zoo.language.work import Beside, Exchange, Work
 
-__all__ = ["Passes", "embeddings", "layer", "output", "tokens", "width"]
+__all__ = ["Passes", "embeddings", "layer", "logits", "output", "tokens", "width"]
 
 #: Bytes that the forward and the backward pass read and write for each element: as fused kernels, and one by one.
 _NORM, _NORM_UNFUSED = (4, 6), (30, 45)
 _ROTARY, _ROTARY_UNFUSED = (4, 4), (20, 20)
 _GATED, _GATED_UNFUSED, _GELU = (6, 10), (10, 18), (4, 6)
-_LOSS, _LOSS_UNFUSED = (6, 4), (14, 22)
+_LOSS, _LOSS_WHOLE = (6, 4), (14, 22)
 _RESIDUAL, _RESIDUAL_DROPOUT = (6, 4), (7, 5)
 _SCORES, _SCORES_DROPOUT = (5, 7), (10, 12)
+#: Of scores whose softmax is not fused, besides: a scale, a mask, a cast to 32 bits and one back.
+_SCORES_UNFUSED = (23, 25)
 #: The forward pass's part of the fixed time of a mixture.
 _FORWARD = 1 / 3
 
@@ -48,6 +50,11 @@ def width(job: Job) -> float:
     return tokens(job) * job.model.hidden / (job.mesh.tensor if job.sequence_parallel else 1)
 
 
+def logits(job: Job) -> float:
+    """Logits of which a worker computes the loss."""
+    return tokens(job) * vocabulary_part(job) * (1 if job.framework.fused_loss else job.mesh.tensor)
+
+
 def layer(job: Job, mixture: bool) -> Passes:
     """A layer of attention and an MLP, or a `mixture` of experts."""
     products = _products(job, mixture)
@@ -67,13 +74,15 @@ def layer(job: Job, mixture: bool) -> Passes:
     full = job.recompute == "full"
     before_s = again_s if full else 0.0  # of the backward pass, in which the forward pass runs again
     for kind, part in _communication(job, mixture).items():
+        tensor, products_s = kind == "tensor", sum(products)
         hidden = kind in job.framework.hidden
-        # Of tensor parallelism, only collectives beside the products of matrices divided by columns can be hidden.
-        beside_s = 2 * sum(products) if kind == "tensor" else backward_s - before_s
-        forward = forward.and_then(_placed(part.forward, forward_s, hidden and kind != "tensor"))
+        whole = "tensor:forward" in job.framework.hidden if tensor else hidden
+        # Of tensor parallelism, collectives are hidden beside products only.
+        forward = forward.and_then(_placed(part.forward, products_s if tensor else forward_s, whole))
         if full:
-            backward = backward.and_then(_placed(part.forward, before_s, hidden and kind != "tensor"))
-        backward = backward.and_then(Work(behind=part.backward))
+            backward = backward.and_then(_placed(part.forward, products_s if tensor else before_s, whole))
+        backward = backward.and_then(_placed(part.backward, 2 * products_s, whole, before_s))
+        beside_s = 2 * products_s if tensor else backward_s - before_s
         backward = backward.and_then(_placed(part.beside, beside_s, hidden, before_s))
     return Passes(forward, backward, Work(sum(products) + grouped[2]))
 
@@ -129,7 +138,9 @@ def _attention_s(job: Job) -> tuple[float, float]:
     if framework.flash:
         return seconds / 2, 2.5 * seconds / 2
     scores = _SCORES_DROPOUT if framework.dropout else _SCORES
-    return seconds + _memory_s(job, [scores[0] * pairs]), 2 * seconds + _memory_s(job, [scores[1] * pairs])
+    more = (0, 0) if framework.fused_softmax else _SCORES_UNFUSED
+    forward_s, backward_s = (_memory_s(job, [(scores[k] + more[k]) * pairs]) for k in range(2))
+    return seconds + forward_s, 2 * seconds + backward_s
 
 
 def _rows(job: Job) -> float:
@@ -221,8 +232,14 @@ def _context(job: Job) -> _Sends:
 
 
 def _expert(job: Job) -> _Sends:
-    """Tokens to their experts and back, T h x active experts each, in both passes."""
-    nbytes = 2 * _rows(job) * job.model.hidden / job.mesh.tensor
+    """Tokens to their experts and back, T h x active experts each, in both passes.
+
+    Of a token's k copies, as many are sent as they have hosts, n (1 - (1 - 1/n)^k) of n in the mean, if the framework
+    sends one to each (DeepEP, arXiv 2412.19437, section 3.2.2).
+    """
+    nbytes, copies = 2 * _rows(job) * job.model.hidden / job.mesh.tensor, job.model.active_experts
+    if job.framework.deduplicates and (hosts := job.group("expert").hosts) > 1:
+        nbytes *= hosts * (1 - (1 - 1 / hosts) ** copies) / copies
     both = (Exchange("expert", "all_to_all", ("expert",), nbytes, 2),)
     return _Sends(both, (), both)
 
@@ -239,14 +256,15 @@ def embeddings(job: Job) -> Passes:
 
 def output(job: Job) -> Passes:
     """The last norm, the output layer and the loss."""
-    fused, part = job.framework.fused, vocabulary_part(job)
+    part, whole = vocabulary_part(job), not job.framework.fused_loss
     product_s = _product_s(job, tokens(job), job.model.hidden, part)
-    norm, loss = _NORM if fused else _NORM_UNFUSED, _LOSS if fused else _LOSS_UNFUSED
+    norm, loss = _NORM if job.framework.fused else _NORM_UNFUSED, _LOSS_WHOLE if whole else _LOSS
     forward_s, backward_s = (
-        _memory_s(job, [width(job) * norm[k], tokens(job) * part * loss[k]]) + product_s for k in range(2)
+        _memory_s(job, [width(job) * norm[k], logits(job) * loss[k]]) + product_s for k in range(2)
     )
     gather = Exchange("tensor", "all_gather", ("tensor",), 2 * width(job) * job.mesh.tensor)
     forward = (gather,) if job.sequence_parallel else ()
+    forward += (gather._replace(nbytes=2 * logits(job)),) if whole else ()
     sends = _tensor(job, 2 * tokens(job) * job.model.hidden)
     backward = Work(backward_s).and_then(_placed(sends.beside, 2 * product_s, "tensor" in job.framework.hidden))
     return Passes(Work(forward_s, behind=forward), backward, Work(product_s))

@@ -101,7 +101,7 @@ def held(job: Job, stage: int) -> Parameters:
 def owned(job: Job, parameters: Parameters) -> float:
     """Parameters whose part of what data-parallel workers divide is a worker's own."""
     mesh = job.mesh
-    ranks = mesh.data * mesh.context
+    ranks = mesh.data * mesh.context // job.replicas
     return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
 
 

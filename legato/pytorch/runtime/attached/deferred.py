@@ -31,6 +31,7 @@ from legato.pytorch._private import (
     is_replaced,
     not_compiled,
     note_step,
+    observe_step,
     runs_compiled,
     without_overrides,
 )
@@ -155,6 +156,7 @@ class _Step:
             return False
         if counts_steps(self._before):
             note_step(optimizer)
+        observe_step(optimizer)
         return True
 
     def _then_updates(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,0 +1,75 @@
+"""What `legato watch` costs: steps of a training with and without it, in runs that take turns.
+
+    python benchmarks/watch.py
+
+A DDP training on two ranks of this machine, over gloo, prints how long its steps take. Those of a watched run are put
+into kinds: before any is recorded, recorded (and the two before, under the profiler), while the traces are judged, and
+after that. Each is compared with the median step of the run without it that came before.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+PAIRS, STEPS, WIDTH, LAYERS = 5, 1500, 256, 6
+FIRST, LAST = 10, 16  # the steps under the profiler
+KINDS = ("before", "recorded", "saved", "judged", "after")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)
+
+
+def kind(step):
+    if step <= LAST:
+        return "before" if step < FIRST else "recorded" if step < LAST else "saved"
+    return "judged" if any(thread.name == "legato watch" for thread in threading.enumerate()) else "after"
+
+
+def train():
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(64, WIDTH)
+    steps = {name: [] for name in KINDS}
+    for step in range(STEPS):
+        start = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 2:
+            steps[kind(step)].append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        print(json.dumps(steps))
+    dist.destroy_process_group()
+
+
+def run(*watch):
+    done = subprocess.run([*TORCHRUN, *watch, __file__], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return json.loads(done.stdout)
+
+
+def main():
+    ratios = {name: [] for name in KINDS}
+    for pair in range(PAIRS):
+        plain, watched = run(), run("-m", "legato", "watch")
+        for name in KINDS:
+            base = statistics.median(plain["after"] if name in ("judged", "after") else plain["before"])
+            if watched[name]:
+                ratios[name].append(statistics.median(watched[name]) / base)
+        print(
+            f"pair {pair + 1}: " + ", ".join(f"{name} {values[-1]:.3f}x" for name, values in ratios.items() if values)
+        )
+    print("median of the pairs: " + ", ".join(f"{name} {statistics.median(v):.3f}x" for name, v in ratios.items() if v))
+
+
+if __name__ == "__main__":
+    train() if "RANK" in os.environ else main()

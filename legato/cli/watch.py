@@ -1,0 +1,89 @@
+"""`legato watch`"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from legato.cli.ending import fail
+from legato.cli.options import check_file, check_installed, make_folder
+from legato.cli.output import note
+from legato.cli.verdicts import as_json, print_verdict
+from legato.core.errors import LegatoError
+
+
+def watch(  # noqa: PLR0913
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A training script, which runs as it is.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="The script's own.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of python -m.")] = False,
+    after: Annotated[int, typer.Option(help="Steps before those that are recorded, and two that warm up.", min=1)] = 10,
+    steps: Annotated[int, typer.Option(help="Number of recorded steps.", min=1, max=100)] = 4,
+    every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Record again every so many steps, and say what changed.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the script when there is a verdict.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Keep the traces and a report in this folder, on rank 0."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the last verdict as JSON, on standard output when the script ends.")
+    ] = False,
+) -> None:
+    """Run a training script, record a few of its steps, and tell what legato advise tells of them.
+
+    The training is the same as without. Rank 0 prints the verdict on standard error while training goes on.
+
+    Example: [bold]torchrun --nproc-per-node 8 --no-python legato watch train.py --its --own arguments[/]
+    """
+    from legato.watch import Settings, become
+
+    check_installed("torch", "torch", "legato watch")
+    if output is not None and os.environ.get("RANK", "0") == "0":
+        make_folder(output)
+        check_file("output", output / "report.html", ".html")
+    settings = Settings(after, steps, every, stop, None if output is None else str(output.absolute()), json)
+    become([*(["-m"] if module else []), script, *(arguments or [])], settings)
+
+
+def judge() -> None:
+    """What the process runs that judges traces for a watched script: prints, and writes JSON and the page.
+
+    Its arguments are the folder of the traces, the JSON of the verdict before (or an empty file), the files for that of
+    this one and for the page (or nothing). It ends when its standard input does, which the script's process holds.
+    """
+    folder, before, document, page = sys.argv[1:]
+    threading.Thread(target=_end_with_script, daemon=True).start()
+    try:
+        _judge(Path(folder), Path(before).read_bytes(), Path(document), page)
+    except LegatoError as error:
+        sys.exit(fail(str(error), 2))
+
+
+def _end_with_script() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def _judge(folder: Path, before: bytes, document: Path, page: str) -> None:
+    from legato.advice import Advice, changes, of_traces
+    from legato.reports.html import write_report
+    from legato.reports.model import Report
+
+    verdict = of_traces(folder, say=note)
+    if before:
+        last = msgspec.convert(msgspec.json.decode(before)["jobs"][-1], Advice, strict=False)
+        verdict = replace(verdict, changes=tuple(changes(last, verdict.advice[0])))
+    document.write_bytes(msgspec.json.encode(as_json(verdict)))
+    if page:
+        write_report(Path(page), Report(verdict.sections()))
+    print_verdict(verdict)
