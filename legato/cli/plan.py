@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from legato.core.cluster import Cluster
     from legato.core.plan import Plan
     from legato.core.timeline import Timeline
+    from legato.schedule import Scheduler
     from legato.schedule.compare import Candidate
 
 #: What plans send, by the bound for them (`PlanKind.sends`).
@@ -124,7 +125,7 @@ def _plan(
         return
     proved = " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows, best=chosen.plan.scheduler)
-    _note_all(found, chosen, job, machines.cluster, how, shard, most)
+    _note_all(found, chosen, job, machines.cluster, how, shard, names, most)
     if output is not None:
         least = "" if how.wire == "none" else " that round least"
         fastest_s = min(row["iteration_s"] for row in rows)
@@ -156,6 +157,7 @@ def _note_all(
     cluster: Cluster,
     how: Planning,
     shard: Shard,
+    names: Sequence[str | Scheduler],
     most: int | None,
 ) -> None:
     """What the table does not say of the plans."""
@@ -165,7 +167,8 @@ def _note_all(
     if most is not None:
         _note_larger(found, job, most)
     if how.wire != "none":
-        _note_rounding(chosen, job, cluster, how, most)
+        scheduler = names[found.index(chosen)] if names else chosen.plan.scheduler
+        _note_rounding(chosen, scheduler, job, cluster, how, most)
     elif shard == "none":
         _note_stock_ddp(found, chosen, job, cluster, how)
     else:
@@ -214,7 +217,9 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
     )
 
 
-def _note_rounding(chosen: Candidate, job: Workload, cluster: Cluster, how: Planning, most: int | None) -> None:
+def _note_rounding(
+    chosen: Candidate, scheduler: str | Scheduler, job: Workload, cluster: Cluster, how: Planning, most: int | None
+) -> None:
     """Say what the chosen plan wins over the exact one of its scheduler, and what it rounds for that."""
     from legato.schedule.basics.compose import has_free_order
     from legato.schedule.compare import compare
@@ -222,7 +227,7 @@ def _note_rounding(chosen: Candidate, job: Workload, cluster: Cluster, how: Plan
 
     plan, seconds = chosen.plan, chosen.iteration_s
     (exact,) = compare(
-        job, cluster, [plan.scheduler], collective=how.collective, compute=how.compute, max_message_bytes=most
+        job, cluster, [scheduler], collective=how.collective, compute=how.compute, max_message_bytes=most
     )
     if not plan.rounded:
         note(f"{plan.scheduler} rounds nothing: its exact plan is predicted to be as fast ({format_seconds(seconds)})")
