@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from legato.core.axes import SWEPT
 from legato.core.pictures import draw_bars
-from legato.core.text import count, html_table, percent
+from legato.core.text import count, html_table, percent, table
 from legato.core.units import format_bytes, format_seconds
 
 __all__ = ["Results"]
@@ -33,20 +33,29 @@ class Results(list[Row]):
         """The results as flat dictionaries, as `--json` prints them."""
         return [one.columns for one in self]
 
-    def _repr_html_(self) -> str:
-        """A picture for notebooks: the time of each, and a table of the columns that tell them apart."""
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """The heads and the texts of the columns that tell the results apart."""
         rows = self.rows
-        if not rows:
-            return "<p>no results</p>"
         every = list(dict.fromkeys(name for row in rows for name in row))
         heads = [name for name in every if len({str(row.get(name)) for row in rows}) > 1 or name in every[:1]]
-        texts = [[_text(name, row.get(name)) for name in heads] for row in rows[:_MOST_ROWS]]
+        return heads, [[_text(name, row.get(name)) for name in heads] for row in rows]
+
+    def __str__(self) -> str:
+        """A line for each result."""
+        heads, texts = self._table()
+        return "\n".join(table(heads, texts, right=0)) if texts else "no results"
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: the time of each, and a table of the columns that tell them apart."""
+        rows, (heads, texts) = self.rows, self._table()
+        if not rows:
+            return "<p>no results</p>"
         named = [name for name in heads if name in _WRITE or isinstance(rows[0][name], str)]
         names = [", ".join(_text(name, row[name]) for name in named) for row in rows]
         bars = [(name, one.parts, "") for name, one in zip(names, self, strict=True) if one.parts]
         shown = f"the first {_MOST_ROWS} of " if len(rows) > _MOST_ROWS else ""
         picture = draw_bars(bars, "predicted") if bars else ""
-        return f"{picture}<p>{shown}{count(len(rows), 'result')}:</p>{html_table(heads, texts, right=0)}"
+        return f"{picture}<p>{shown}{count(len(rows), 'result')}:</p>{html_table(heads, texts[:_MOST_ROWS], right=0)}"
 
 
 def _text(name: str, value: Any) -> str:

@@ -18,6 +18,7 @@ OPS = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
 def test_rows_are_complete_and_above_the_bound(workload, cluster):
     found = compare(workload, cluster)
     assert [c.plan.scheduler for c in found] == list(SCHEDULERS)
+    assert [line.split()[0] for line in str(found).splitlines()] == ["scheduler", *SCHEDULERS]
     for candidate in found:
         assert candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
         assert candidate.columns["num_messages"] == len(candidate.plan.messages)
