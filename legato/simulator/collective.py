@@ -22,16 +22,14 @@ worker's stream gathers each of them just before the first op that reads it. A
 message in a wire format has half of its bytes.
 
 [Note: contention] Where a processor both computes and sends (`Cluster.contention`),
-time goes by in stretches in which the stream runs one op, or none, and the network
-carries one message, or none. A message moves on at the pace 1 / (cost + delay) while
-an op runs, and at 1 / cost while none does. The op runs at the pace 1 - overhead /
-(cost + delay) while a message is in flight, but at `LEAST_PACE` at least. An op
-that produces gradients also copies them into their messages. Without forward overlap,
-a stream that waits for the last message unpacks those that have arrived meanwhile,
-beside the messages that are still on their way. With compute "unlimited" nothing
+time goes by in stretches in which the stream runs one op, or none, and the network carries one message, or none. A
+message moves on at the pace 1 / (cost + delay) while an op runs, and at 1 / cost while none does. The op runs at the
+pace 1 - overhead / (cost + delay) while a message is in flight, but at `LEAST_PACE` at least. An op that produces
+gradients also copies them into their messages. Without forward overlap, a stream that waits for the last message
+meanwhile unpacks the messages that have arrived, while others are still on their way. With compute "unlimited" nothing
 contends.
 
-All workers behave alike, so the spans are those of worker 0.
+All workers behave alike, so the timeline has the spans of worker 0 only.
 """
 
 from __future__ import annotations
@@ -61,9 +59,8 @@ _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 class _Priced(NamedTuple):
     """A message's tensors, the ops for which it waits, and the seconds that it keeps the network busy.
 
-    The updated parameter of tensor t, which an all_gather of a sharded plan carries, is
-    t + the number of tensors. Beside computation it takes `delay_s` longer and takes
-    `overhead_s` from it.
+    The updated parameter of tensor t, which an all_gather of a sharded plan carries, is t + the number of tensors.
+    During computation it takes `delay_s` longer, and computation loses `overhead_s`.
     """
 
     tensors: list[int]
@@ -147,7 +144,7 @@ def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
 
 
 def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
-    """Raise `PlanError` if a second half comes before the first half of its bytes; note those of a first half."""
+    """Raise `PlanError` if a second half comes before the first half of its bytes; note the bytes of a first half."""
     first = _SECOND_HALF_OF.get(message.kind)
     for piece in message.slices:
         if first is None:
@@ -157,7 +154,7 @@ def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list
 
 
 def _seconds(cluster: Cluster, message: Message) -> float:
-    """What a message takes on the network. Raises `InputError` on a collective that is not there, or has no halves."""
+    """Return a message's seconds on the network. Raises `InputError` if its collective is missing or has no halves."""
     name, way = message.collective or cluster.default_collective, (message.depth, message.wire_nbytes)
     seconds = message_s(cluster, name, *way)
     if message.kind == "all_reduce":
@@ -181,7 +178,7 @@ def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
 
 
 def _within(piece: Slice, spans: list[tuple[int, int]]) -> bool:
-    """Whether one of these spans has all bytes of a slice."""
+    """Return whether one of these spans has all bytes of a slice."""
     k = bisect(spans, (piece.start, math.inf)) - 1
     return k >= 0 and spans[k][1] >= piece.stop
 
@@ -393,7 +390,7 @@ class _ContendedRun(_Run):
                     message_left -= step / busy_s
 
     def begun_op(self, now: float) -> tuple[int | None, float]:
-        """What the stream, which is free, begins now, if anything, and the seconds that it takes."""
+        """Return what the free stream begins now (None: nothing), and the seconds that it takes."""
         i = self.order[self.computed]
         if self.packed_bytes and self.waits_for_last[i]:
             unpack_s, self.packed_bytes = self.packed_bytes * self.unpack_s_per_byte, 0
@@ -417,7 +414,7 @@ class _ContendedRun(_Run):
         super().arrives(message, moment)
 
     def may_run(self, i: int) -> bool:
-        """Whether the stream, which is free, may run op i, the next one, now."""
+        """Return whether the free stream may run op i, its next one, now."""
         if self.backward[i]:
             return True
         if self.waits_for_last[i]:
@@ -428,7 +425,7 @@ class _ContendedRun(_Run):
         return self.read == len(reads)
 
     def may_send(self, k: int) -> bool:
-        """Whether the gradients, or updated parameters, of message k, the next one, are there."""
+        """Return whether the gradients (or updated parameters) of message k, the next one, are ready."""
         waits = self.messages[k].waits
         while self.ready < len(waits) and self.op_end[waits[self.ready]] != _UNKNOWN:
             self.ready += 1
@@ -436,7 +433,7 @@ class _ContendedRun(_Run):
 
 
 def _paces(message: _Priced, *, computes: bool) -> tuple[float, float]:
-    """The seconds that the message takes, and the pace of computation beside it."""
+    """Return the seconds that the message takes, and the pace of computation meanwhile."""
     if not computes:
         return message.cost_s, 1.0
     busy_s = message.cost_s + message.delay_s

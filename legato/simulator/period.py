@@ -1,4 +1,4 @@
-"""What waits for what in one period of steady-state training.
+"""The dependencies within one period of steady-state training.
 
     backward of this iteration ──► gradients on the network ──► optimizer ──► forward of the next
 

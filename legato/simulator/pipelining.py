@@ -19,9 +19,8 @@ of their bottleneck (the link, the addition, or both in turn: with d = 1 they
 cannot overlap), and after the last reducing round, distribution waits for the
 sum of the first chunk or for the sum of the last one.
 
-Rounds and bytes are those of the collective (`legato.collectives`). Where rounds differ,
-as those of halving-doubling do, `_rounds` simulates them one by one. With depth 1, all
-times are the linear costs of `Cluster.derive`.
+Rounds and bytes come from the collective (`legato.collectives`). Where rounds differ, as in halving-doubling, `_rounds`
+simulates them one by one. With depth 1, all times are the linear costs of `Cluster.derive`.
 
 A second half adds nothing up, and takes half of what the whole would take if
 additions took no time; the first half takes the rest.
@@ -68,7 +67,7 @@ def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: floa
 def second_half_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
     """Return the seconds of the second half of a message: an all_gather or a pull of `nbytes` bytes.
 
-    Arguments and errors are those of `message_s`.
+    Arguments and errors are as in `message_s`.
     """
     name = cluster.default_collective if collective is None else collective
     whole_s = message_s(cluster, name, depth, nbytes)
@@ -92,9 +91,8 @@ def pipelined_s(
 ) -> float:
     """Return the seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
 
-    The other arguments are those of `Cluster`. Raises `InputError` on a
-    collective that is not in `DIVIDED`, on fewer than one worker or chunk, or on more
-    chunks than a plan can have.
+    The other arguments are as in `Cluster`. Raises `InputError` on a collective that is not in `DIVIDED`, on fewer than
+    one worker or chunk, or on more chunks than a plan can have.
     """
     if collective not in DIVIDED:
         raise unknown_name("pipelined collective", collective, DIVIDED)

@@ -78,7 +78,7 @@ def fragment(
 def num_fragments(
     messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
 ) -> int:
-    """The number of fragments of messages; arguments and errors are those of `fragment`."""
+    """Return the number of fragments of messages; arguments and errors are as in `fragment`."""
     groups = list(_groups(messages, placement, message_bytes))
     _check_number(groups, message_bytes)
     return sum(group.pieces for group in groups)
@@ -138,7 +138,7 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
 def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the pairs (i, j) of fragments that share bytes: j distributes bytes that i sums.
 
-    The fragments of `first` sum every byte once, so those of a tensor are in the order of its bytes when sorted.
+    The fragments of `first` sum every byte once, so sorting puts a tensor's fragments in the order of its bytes.
     """
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):

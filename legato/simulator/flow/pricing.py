@@ -1,7 +1,7 @@
-"""What planners are told of a fabric on a network: the cost of a message that is alone there.
+"""The cost that planners assume for a fabric on a network: the time of a message that is alone there.
 
-Behind one switch, with like hosts, formulas have it (`legato.collectives`). Anywhere else,
-one message is simulated in several sizes, and the cost is fitted to these.
+With like hosts behind one switch, formulas give it (`legato.collectives`). Anywhere else, one message is simulated in
+several sizes, and the cost is fitted to these.
 """
 
 from __future__ import annotations

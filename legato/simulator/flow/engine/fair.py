@@ -1,13 +1,11 @@
 """Max-min fair sharing: all transfers on a link at once; no rate can rise without lowering one that is not higher.
 
-Services that cut through one another are one *flow*: it moves at one rate over
-all their links, and starts when none of them waits for anything else. Whenever a
-flow starts or ends, the rates are computed again by progressive filling: raise
-all rates equally; when a link is full, fix the rates of its flows; continue with
-the others. With priorities, the flows of the highest one share all there is, those of
-the next one what these leave, and so on. This is for small cases: each change looks at all active flows. Where
-links are disturbed (`disturbances.py`), every change of a link's rate is such a
-change, so rates are constant in between.
+Services that cut through one another are one *flow*: it moves at one rate over all their links, and starts when none of
+them waits for anything else. Whenever a flow starts or ends, the rates are computed again by progressive filling: raise
+all rates equally; when a link is full, fix the rates of its flows; continue with the others. With priorities, the flows
+of the highest one share all bandwidth, the flows of the next one share what is left, and so on. This is for small
+cases: each change looks at all active flows. Where links are disturbed (`disturbances.py`), every change of a link's
+rate is such a change, so rates are constant in between.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _STATE = np.dtype(
 
 
 class _Flows(NamedTuple):
-    """The flow of each service, how many seconds its times are after those of its flow, and its bytes.
+    """The flow of each service, by how many seconds the service is later than its flow, and its bytes.
 
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
@@ -56,10 +54,11 @@ def run_fair(
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and
-    links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have
-    the same `priority`, if there is one; higher ones go first. Service i takes `weight[i]` times its flow's rate of its
-    link (if it is empty: once), as if it were so many flows that have to be equally fast; then there are no priorities.
+    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and links
+    have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have the same
+    `priority`, if there is one; higher ones go first. Service i takes `weight[i]` times its flow's rate of its link
+    (once if `weight` is empty), as if it were `weight[i]` flows that have to be equally fast; weights exclude
+    priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -86,7 +85,7 @@ def _root(parent, i):
 
 @compiled
 def _flows(records, successors):
-    """(the flow of each service, how many seconds its times are after those of its flow)."""
+    """Return (the flow of each service, by how many seconds the service is later than its flow)."""
     total = len(records)
     parent = np.arange(total)
     lag_s = np.zeros(total)
@@ -275,8 +274,8 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):
 
 @compiled
 def _run(records, successors, flows, capacity, changes, profiles, priority, weight):
-    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows, and
-    `weight` that of services; without them, they are empty."""
+    """Run all services; `priority` (by flow), `weight` (by service) and `changes` (seconds, link, capacity) may be
+    empty."""
     change_s, change_link, change_to = changes
     states, changed, now, done = _states(records, successors, flows), 0, 0.0, 0
     waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # may start at ready_s

@@ -78,8 +78,8 @@ def run_services(
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    `profiles` are those of a disturbed simulation. Service i has `priority[i]`, a whole number;
-    services with a higher one go first. With `trips`, services on links are trips.
+    `profiles` are given if the simulation is disturbed. Service i has `priority[i]`, a whole number; services with a
+    higher one go first. With `trips`, services on links are trips.
     """
     return int(_run(records, successors, num_links, profiles, priority, trips))
 
@@ -258,7 +258,7 @@ def _taken(records, priority, heap, stack, sizes):
 
 @_inlined
 def _before(records, priority, s, a, i, t, b, j):
-    """Whether i, at moment s and with key a, comes before j, at moment t and with key b; links come before services."""
+    """Return whether i (moment s, key a) comes before j (moment t, key b); links come before services."""
     if s != t:
         return s < t
     if priority is not None:
@@ -268,7 +268,7 @@ def _before(records, priority, s, a, i, t, b, j):
 
 @_inlined
 def _goes_first(records, priority, i, j):
-    """Whether ready service i goes before ready service j on a link that is free."""
+    """Return whether ready service i goes before ready service j on a link that is free."""
     if priority[i] != priority[j]:
         return priority[i] > priority[j]
     if records[i].begin_s != records[j].begin_s:

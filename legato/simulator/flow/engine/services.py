@@ -1,4 +1,4 @@
-"""What the engine runs: services on links and streams, which wait for one another.
+"""Services on links and streams, which wait for one another: all that the engine runs.
 
 [Note: one primitive]
 A *service* keeps one link busy for `work_s` seconds. It is ready when all the
@@ -84,11 +84,11 @@ NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.e
 
 
 class Trips(NamedTuple):
-    """Transfers from a worker to itself: those of service i, which has a link.
+    """Transfers from a worker to itself, by service; service i is on a link.
 
-    It is made `laps[i]` times, each time when the time before has ended, and each time carries `sent[i]` transfers of
-    `work_s + sending_s` seconds on the outgoing link (0), one after another, and `received[i]` on the incoming link
-    (1): as many, or several that one multicast sends.
+    It runs `laps[i]` times, one after another, and each lap carries `sent[i]` transfers of `work_s + sending_s` seconds
+    on the outgoing link (0), one after another, and `received[i]` on the incoming link (1): the same number, or several
+    that one multicast sends.
     """
 
     laps: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""All fabrics by their names on the command line: those of `legato.collectives`, and others, one file each.
+"""All fabrics by their names on the command line: the algorithms of `legato.collectives`, and others, one file each.
 
 `protocol.py` defines what a fabric is.
 """
@@ -54,12 +54,12 @@ FABRICS: dict[str, Fabric] = {
 
 
 def fabric_names() -> list[str]:
-    """The names of all fabrics: legato's, and those of installed packages."""
+    """The names of all fabrics: legato's, and the ones that installed packages provide."""
     return [*FABRICS, *installed(GROUP)]
 
 
 def label(fabric: str | Fabric) -> str:
-    """What tables call a fabric: its name, or that of its class."""
+    """Return the label of a fabric in tables: its name, or the name of its class."""
     return fabric if isinstance(fabric, str) else type(fabric).__name__
 
 
@@ -91,7 +91,7 @@ def fabric(name: str | Fabric, **options: Any) -> Fabric:
 
 
 def fitting(name: str | Fabric, options: Mapping[str, Any]) -> Fabric:
-    """Return a fabric by its name, with those of the options that it has. Raises `InputError` as `fabric` does."""
+    """Return a fabric by its name, with the options that apply to it. Raises `InputError` as `fabric` does."""
     known = _options(name)
     return fabric(name, **{key: value for key, value in options.items() if key in known})
 

@@ -40,7 +40,7 @@ class Hierarchical(Collective):
         return HostShape(usual, usual)
 
     def symmetric(self, network: Network) -> bool:
-        """Hosts are alike behind one switch, and on rails, between which nothing is sent."""
+        """All hosts are alike where there is one switch, or rails between which nothing is sent."""
         return network.switches.one or network.topology == "rails"
 
     def simulated(self, network: Network) -> int:

@@ -41,7 +41,7 @@ class IterationTimes:
 
     @classmethod
     def of(cls, run: Iteration, records: NDArray[np.void]) -> IterationTimes:
-        """Of an unrolled iteration, after the engine has run it."""
+        """Return the times of an unrolled iteration, after the engine has run it."""
 
         def end_s(ids: Ids) -> Times:
             return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
@@ -80,7 +80,7 @@ class ComputeTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
-        """Of the unrolled iterations, given their times."""
+        """Return the times of computation in the unrolled iterations, given `runs`, the times of each."""
         return cls(
             unrolled.forward,
             unrolled.backward,
@@ -120,7 +120,7 @@ class Transfers:
 
     @classmethod
     def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
-        """Of the services that ran on links."""
+        """Return the transfers: the services that ran on links."""
         wired = records["link"] >= 0
         columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
         return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
@@ -142,7 +142,7 @@ class MessageTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
-        """Of reducing fragments, then of distributing fragments; a barrier releases all of those at once."""
+        """Return the times of reducing fragments, then of distributing ones, which a barrier releases all at once."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
         if unrolled.fabric.in_flight is not None:  # then others wait until it has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
@@ -161,11 +161,9 @@ class MessageTimes:
 class FlowResult:
     """K iterations of W workers with T tensors (in `workload.tensors` order); times in seconds from the start.
 
-    If workers are identical, W may be smaller than the network's number of
-    workers. Then column w is worker `ranks[w]`, and `members[w]` workers have the
-    same times, itself included. `num_events` is the number of
-    simulated services on links and streams. Metrics are those of the last
-    iteration, but for `iteration_s`.
+    If workers are identical, W may be smaller than the network's number of workers. Then column w is worker `ranks[w]`,
+    and `members[w]` workers have the same times, itself included. `num_events` is the number of simulated services on
+    links and streams. Metrics describe the last iteration, except `iteration_s`.
     """
 
     workload: Workload

@@ -78,13 +78,11 @@ def simulate_flow(
 ) -> FlowResult:
     """Simulate a plan on a fabric: every transfer on every link.
 
-    `workload` is that of all workers, or a sequence with one per worker, which
-    may differ only in the durations of ops. Without a plan, `plain_plan` is used.
-    `iterations` None means 1 if all workers start together (with a barrier, or
-    if they are identical) or the network is disturbed, else 3. `keep_transfers` False drops the data that only
-    the link lanes of `FlowResult.timeline` need; then identical workers in a ring, a
-    shuffle or doublings take little time and memory. `symmetry` False simulates every
-    worker even if few can stand for all.
+    `workload` is one for all workers, or a sequence with one per worker; these may differ only in the durations of ops.
+    Without a plan, `plain_plan` is used. `iterations` None means 1 if all workers start together (with a barrier, or if
+    they are identical) or the network is disturbed, else 3. `keep_transfers` False drops the data that only the link
+    lanes of `FlowResult.timeline` need; then identical workers in a ring, a shuffle or doublings take little time and
+    memory. `symmetry` False simulates every worker even if few can stand for all.
 
     Raises `InputError` on arguments out of range or that contradict each other,
     and `PlanError` on a plan that does not fit the workload or waits for itself.
@@ -191,9 +189,9 @@ def _check_alike(workloads: Sequence[Workload]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated: one workload for all workers or one each, a plan, a fabric, a network, and iterations.
+    """The input of a simulation: one workload for all workers or one each, a plan, a fabric, a network, and iterations.
 
-    `alike`: whether all workers have the same workload, speed and link.
+    `alike` says whether all workers have the same workload, speed and link.
     """
 
     workloads: Sequence[Workload]
@@ -208,12 +206,12 @@ class Case:
 
     @property
     def symmetric(self) -> bool:
-        """Whether all workers are alike, and the network looks the same to the fabric from each of them."""
+        """Return whether all workers are alike, and the network looks the same to the fabric from each of them."""
         return self.alike and self.network.sharing == "fifo" and self.fabric.symmetric(self.network)
 
     @property
     def alone(self) -> bool:
-        """Whether one worker can stand for all and make their transfers as trips (`alone.py`)."""
+        """Return whether one worker can stand for all and make their transfers as trips (`alone.py`)."""
         return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
 
     def _num_fragments(self, kinds: Sequence[str]) -> int:
@@ -247,7 +245,7 @@ class Case:
         return Topology(graph, network, size, fabric.servers, fabric.host_shape(network))
 
     def unroll(self, topology: Topology, begin: Ids | None = None) -> Unrolled:
-        """What is simulated on a topology. Iteration k waits for service `begin[k]`, if there is one."""
+        """Return the graph to simulate on a topology. Iteration k waits for service `begin[k]`, if there is one."""
         size = topology.size
         durations = np.array([[op.duration_s for op in one.ops] for one in self.workloads[:size]])
         if len(durations) < size:
@@ -274,8 +272,8 @@ def run_graph(
 ) -> None:
     """Run all services with the engine for the topology. Raises `PlanError` if a plan waits for itself.
 
-    `profiles` are those of what is disturbed, `computing` what computes (`Unrolled.computing`). `priority` is that of
-    each service, on links that serve higher ones first.
+    `profiles` say what is disturbed, and `computing` which services compute (`Unrolled.computing`). `priority` has a
+    number for each service; links serve higher ones first.
     """
     found = profiles.of_services(services.records["link"], computing)
     if topology.network.sharing == "fair":

@@ -138,7 +138,7 @@ class Unrolled:
         return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
 
     def _held(self, k: int, services: Ids) -> Ids:
-        """What ends when `services` have ended and iteration k may begin."""
+        """Return services that end when `services` have ended and iteration k may begin."""
         if k >= len(self._begin):
             return services
         return self.graph.join(np.stack(np.broadcast_arrays(services, self._begin[k]), axis=-1))

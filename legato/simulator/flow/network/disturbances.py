@@ -1,11 +1,10 @@
 """Links and workers that are slower for a while, or stand still, during a simulation.
 
 [Note: profiles]
-A *profile* is the factor by which a link or a worker takes longer, over time: constant
-from one moment to the next. What has `work_s` seconds to do and begins at b ends as
-soon as the integral of 1 / factor from b on is `work_s`. Both engines follow profiles
-from one moment to the next, so no time is rounded to a grid. With a factor of 1 the
-sums are those of an undisturbed simulation, to the last bit.
+A *profile* is the factor by which a link or a worker takes longer, over time: constant from one moment to the next.
+Work of `work_s` seconds that begins at b ends as soon as the integral of 1 / factor from b on is `work_s`. Both engines
+follow profiles from one moment to the next, so no time is rounded to a grid. With a factor of 1, the times equal those
+in an undisturbed simulation to the last bit.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ Times = NDArray[np.float64]
 class Disturbance:
     """From `start_s` to `end_s`, all that `number` does takes `factor` times as long; with `math.inf` it stands still.
 
-    `kind` is "link" (both directions of worker `number`'s link), "server" (that of a server), "uplink" (all links
-    between a leaf, which is that of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a
-    fat tree are numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the
-    simulation. Several disturbances of one thing multiply. Raises `InputError` on a value out of range.
+    `kind` is "link" (both directions of worker `number`'s link), "server" (a server's link), "uplink" (all links
+    between a leaf, of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a fat tree are
+    numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the simulation. Several
+    disturbances of one thing multiply. Raises `InputError` on a value out of range.
     """
 
     kind: Literal["link", "server", "uplink", "spine", "compute"]
@@ -117,9 +116,9 @@ class Profile(NamedTuple):
         return cls(tuple(start_s), tuple(factors))
 
     def end_s(self, begin_s: Times, work_s: Times) -> Times:
-        """When work ends that begins at `begin_s` and takes `work_s` undisturbed (arrays of one shape).
+        """Return when work ends that begins at `begin_s` and takes `work_s` undisturbed (arrays of one shape).
 
-        The sums are those of `loop.served`.
+        It sums up in the same order as `loop.served`.
         """
         at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
         for k, factor in enumerate(self.factor):
@@ -151,7 +150,7 @@ class Profiles:
 
     @classmethod
     def of(cls, disturbances: Iterable[Disturbance], links_of: Callable[[str, int], Iterable[int]]) -> Profiles:
-        """Of what is disturbed; `links_of` gives the links of a kind and a number. What does not change has none."""
+        """Return a profile for each disturbed link and worker; `links_of` gives the links of a kind and a number."""
         links: dict[int, list[Disturbance]] = {}
         compute: dict[int, list[Disturbance]] = {}
         for one in disturbances:

@@ -23,7 +23,7 @@ SHARING: tuple[Sharing, ...] = ("fifo", "fair")
 _MOST_WORKERS = 2**20
 #: Limits a factor between the speeds of two machines, up and down.
 _LARGEST_FACTOR = 1e6
-#: Fabrics whose cost is that of a collective with another name.
+#: Fabrics that cost the same as a collective with another name.
 PRICED_AS = {"butterfly": "recursive-doubling"}
 
 
@@ -31,29 +31,24 @@ PRICED_AS = {"butterfly": "recursive-doubling"}
 class Network:
     """Hosts on full-duplex links, behind one switch that never blocks or many (`switches.py`).
 
-    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in
-    each direction. On the link of worker w a byte takes `link_scale[w]` times as
-    long (empty: 1); the servers' links have `server_bandwidth_bps` (None: that
-    of the workers). `latency_s` (seconds) is added once per transfer, from host
-    to host. For `send_s` of it (None: as `Cluster.derive` assumes) the sender is
-    busy with the transfer, and sends nothing else.
+    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in each direction. On the link of worker w a
+    byte takes `link_scale[w]` times as long (empty: 1); the servers' links have `server_bandwidth_bps` (None: as the
+    workers). `latency_s` (seconds) is added once per transfer, from host to host. For `send_s` of it (None: as
+    `Cluster.derive` assumes) the sender is busy with the transfer, and sends nothing else.
 
-    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and
-    `gpus_per_card` of these a network card, whose link is meant wherever that of a
-    worker is. Each has a link of `local_bandwidth_bps` (bits per second, in each
-    direction) to a switch inside the host, which takes all that stays in the host,
-    without latency.
+    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and `gpus_per_card` of these a network
+    card; wherever a worker's link is mentioned, it is the link of its card. Each has a link of `local_bandwidth_bps`
+    (bits per second, in each direction) to a switch inside the host, which takes all that stays in the host, without
+    latency.
 
-    `topology` "leaf-spine": the hosts stand in `racks` (of neighbours; one rack is
-    one switch), each with a leaf that is connected to `spines`. "fat-tree": of
-    switches with `ports` ports (None: the fewest, an even number, that have room).
-    "rails": card i of every host is connected to leaf i, and the leaves to `spines`;
-    with 0 spines, transfers between rails go through the host's inner switch to a GPU
-    on the other rail (NCCL's PXN), a server's on the side of the worker. Servers are
-    connected to leaves in turn. A leaf's links up have together the bandwidth of the
-    cards below it / `oversubscription`, in a fat tree those of a pod that of its
-    leaves' / `core_oversubscription`. `balance`: each flow has a path, chosen by a hash of
-    its ends and the `seed` ("ecmp"), or takes all paths at once ("spray").
+    `topology` "leaf-spine": the hosts stand in `racks` (of neighbours; one rack is one switch), each with a leaf that
+    is connected to `spines`. "fat-tree": of switches with `ports` ports (None: the fewest, an even number, that have
+    room). "rails": card i of every host is connected to leaf i, and the leaves to `spines`; with 0 spines, transfers
+    between rails go through the host's inner switch to a GPU on the other rail (NCCL's PXN), a server's on the side of
+    the worker. Servers are connected to leaves in turn. A leaf's links up have together the bandwidth of the cards
+    below it / `oversubscription`; in a fat tree, a pod's links up have together the bandwidth of its leaves' links up /
+    `core_oversubscription`. `balance`: each flow has a path, chosen by a hash of its ends and the `seed` ("ecmp"), or
+    takes all paths at once ("spray").
 
     With `cut_through`, switches forward a transfer while they receive it;
     otherwise they wait for the whole transfer. `reduce_s_per_byte` is the time
@@ -215,7 +210,7 @@ class Network:
 
     @property
     def on_the_way_s(self) -> float:
-        """What is left of the latency then."""
+        """The rest of the latency, during which the sender is free."""
         return self.latency_s - self.sending_s
 
     @property
@@ -234,14 +229,14 @@ class Network:
 
     @property
     def disturbed(self) -> bool:
-        """Whether anything is slower for a while."""
+        """Return whether anything is slower for a while."""
         return any(one.factor != 1 for one in self.disturbances)
 
     def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
         """Seconds of full speed that disturbances take from links, switches and workers until `until_s`, all added up.
 
         All links of a network card, of a leaf to its spines, or of a spine lose the same, which counts once. `shape` is
-        that of the hosts as a fabric sees them (None: `host_shape`).
+        the shape of the hosts as a fabric sees them (None: `host_shape`).
         """
         _, gpus_per_card = self.host_shape if shape is None else shape
         by: dict[tuple[str, int], list[Disturbance]] = {}
@@ -252,18 +247,18 @@ class Network:
 
     @property
     def uniform(self) -> bool:
-        """Whether all workers have the same speed and the same link, at all times."""
+        """Return whether all workers have the same speed and the same link, at all times."""
         alike = self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
         return alike and not self.disturbed
 
     @property
     def flat(self) -> bool:
-        """Whether every worker is a host of its own, behind one switch."""
+        """Return whether every worker is a host of its own, behind one switch."""
         return self.switches.one and self.gpus_per_host == 1
 
     @property
     def plain(self) -> bool:
-        """Whether all hosts are alike, behind one switch, as formulas need them."""
+        """Return whether all hosts are alike, behind one switch, as formulas need them."""
         alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
 

@@ -133,7 +133,7 @@ class Switches:
 
     @property
     def one(self) -> bool:
-        """Whether there is one switch that never blocks."""
+        """Return whether there is one switch that never blocks."""
         return self.topology == "leaf-spine" and self.racks == 1
 
     @property
@@ -143,12 +143,12 @@ class Switches:
 
     @property
     def has_choice(self) -> bool:
-        """Whether there are several paths between some leaves."""
+        """Return whether there are several paths between some leaves."""
         return self.spines > 1 or (self.topology == "fat-tree" and self.num_ports > 2)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a path between all leaves (not on rails without spines)."""
+        """Return whether there is a path between all leaves (not on rails without spines)."""
         return self.spines > 0
 
     @property
@@ -205,7 +205,7 @@ class Switches:
 
     @property
     def num_spines(self) -> int:
-        """The number of spines of all pods; where packets are sprayed, one stands for those of a pod."""
+        """The number of spines of all pods; where packets are sprayed, one stands for all spines of a pod."""
         return 0 if self.one else self._tiers.pods * self._tiers.spines
 
     def links_of_leaf(self, leaf: int) -> Links:
@@ -220,10 +220,10 @@ class Switches:
         return _both_ways(np.concatenate([below, self.core_link(pod, spine, np.arange(cores))]))
 
     def s_per_byte(self, host_s_per_byte: float) -> NDArray[np.float64]:
-        """Seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's.
+        """Return the seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's.
 
         A leaf's links to its spines carry together what its cards can send, divided by the oversubscription; the links
-        of a pod's spines to the cores what its leaves can send up, divided by that of the cores.
+        of a pod's spines to the cores carry what its leaves can send up, divided by the cores' oversubscription.
         """
         if self.one:
             return np.empty(0)
@@ -282,7 +282,7 @@ class Switches:
 
 
 def _both_ways(up: Links) -> Links:
-    """Links up and, with the next numbers, those down beside them."""
+    """Return each link up followed by its link down, which has the next number."""
     return np.stack([up, up + 1], axis=-1).ravel()
 
 

@@ -6,19 +6,17 @@ carries the bytes once, too). All take arrays: a fabric describes a step of all
 messages and all workers at once. Hosts are numbers: `worker(w)` and `server(s)`.
 
 [Note: routes]
-All three follow routes, the links from one host to another: out of the card of the
-one, between switches (`switches.py`), and into the card of the other; or, if the two
-are workers of one host, out of and into its inner switch. Those of a multicast are a
-tree, since its flow has one path up and there is one way down; so are those of an
-aggregation. A link of a tree is a service, whatever the number of routes that cross it.
+All three follow routes, the links from one host to another: out of the card of the one, between switches
+(`switches.py`), and into the card of the other; or, if the two are workers of one host, out of and into its inner
+switch. The routes of a multicast form a tree, since its flow has one path up and there is one way down; so do the
+routes of an aggregation. A link of a tree is a service, whatever the number of routes that cross it.
 
 [Note: symmetry]
-If all workers compute alike and the fabric looks the same from every worker (a
-ring rotated by one is the same ring), all workers behave alike. Then only the
-first `size` workers are simulated, and `worker(w)` is w modulo `size`: a transfer
-to the neighbour becomes a transfer to the worker itself, as if it came from the
-neighbour on the other side. Links break ties by message, not by worker, so the
-order on every link, and with it all times, are those of the full simulation.
+If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is the same ring),
+all workers behave alike. Then only the first `size` workers are simulated, and `worker(w)` is w modulo `size`: a
+transfer to the neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side.
+Links break ties by message, not by worker, so the order on every link, and with it all times, are the same as in the
+full simulation.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class Topology:
         self.ranks: Hosts = np.arange(size)
         self.tag = np.array([NO_TAG])
         self.switches = network.switches
-        self._star = self.switches.one and shape.gpus == 1  # one switch, and all links are those of a host each
+        self._star = self.switches.one and shape.gpus == 1  # one switch, and each link belongs to a host
         self._hosts, self._first_server = size + servers, size
         own = size + np.arange(servers)
         self._card = np.concatenate([self.ranks // shape.gpus_per_card * shape.gpus_per_card, own])
@@ -135,9 +133,9 @@ class Topology:
         return np.concatenate([first[..., None], between, last[..., None]], axis=-1)
 
     def links_of(self, kind: str, number: int) -> list[int]:
-        """The links of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine, in both directions.
+        """Return the links, both ways, of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine.
 
-        Numbers are those of a network all of whose workers are simulated.
+        Links are numbered as if all workers of the network were simulated.
         """
         if kind in ("uplink", "spine"):
             above = self.switches.links_of_leaf(number) if kind == "uplink" else self.switches.links_of_spine(number)
@@ -326,7 +324,7 @@ class Topology:
     ) -> tuple[Ids, Ids]:
         """Add the services of trees, one for each link that routes of the message cross; return the first and the last.
 
-        `nbytes` and `key` are those of the messages, and routes [message, ..., route] those between their hosts.
+        `nbytes` and `key` belong to the messages, and routes [message, ..., route] connect their hosts.
         """
         if self._star:
             tag = self._tags((*nbytes.shape, 1))
@@ -406,7 +404,7 @@ class Topology:
     def add_up(self, workers: Hosts, nbytes: NDArray[np.float64], after: Ids, *, key: NDArray[np.int64]) -> Ids:
         """Let switches add up what workers on several hosts send, and send the sum back to all of them, as it arrives.
 
-        Message [fragment, m] is that of the workers [m, host], which have cards of their own; worker i waits for
+        Message [fragment, m] comes from the workers [m, host], which have cards of their own; worker i waits for
         `after[..., i]`. Each link carries it once in each direction. Returns what ends when each has the sum.
         """
         self.graph.check_room(2 * after.size)

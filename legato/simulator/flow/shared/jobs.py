@@ -1,19 +1,16 @@
-"""Several training jobs on one network: how long an iteration of each takes alone on its hosts, and beside the others.
+"""Several training jobs on one network: how long an iteration of each takes alone on its hosts, and next to the others.
 
-Every job has its own workload, plan, fabric and hosts. Where transfers of several jobs
-need a link, of a host or of a rack, they share it. The jobs are one graph, which the
-engine runs as it runs that of one job.
+Every job has its own workload, plan, fabric and hosts. Where transfers of several jobs need a link, of a host or of a
+rack, they share it. The jobs are one graph, which the engine runs like the graph of one job.
 
 [Note: the window]
-Jobs have different periods, and what they do to one another depends on the phases in
-which they meet. So every job runs many iterations, and those with short periods run
-more: all jobs run at least until the one with the longest period would be through with
-its `iterations` if it were alone. What counts is the *window*. It ends when the first
-job ends its last iteration but one (workers that are through with an iteration begin the
-next one before it ends), and begins when a quarter of the time since the last job began
-has passed. Within it all jobs run all the time. The iteration time of a job is
-the mean over its iterations between the first and the last end in the window, and its
-time alone is that of the very same iterations.
+Jobs have different periods, and what they do to one another depends on the phases in which they meet. So every job runs
+many iterations, and those with short periods run more: all jobs run at least until the one with the longest period
+would have finished its `iterations` if it were alone. What counts is the *window*. It ends when the first job ends its
+last iteration but one (workers that have finished an iteration begin the next one before it ends), and begins when a
+quarter of the time since the last job began has passed. Within it all jobs run all the time. The iteration time of a
+job is the mean over its iterations between the first and the last end in the window, and its time alone is the mean
+over the very same iterations.
 """
 
 from __future__ import annotations
@@ -65,11 +62,11 @@ Times = NDArray[np.float64]
 class SharedJob:
     """A training job on a network that jobs share.
 
-    `hosts[w]` is the host of worker w: that of worker `hosts[w]` of the network, with its link and its speed; where
-    hosts have several GPUs, it is one of these. Workers of several jobs may be on one host. `plan` None means one
-    message per tensor (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation.
-    With a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`: the job keeps its phase. Without one,
-    it begins an iteration as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
+    Worker w has the host of the network's worker `hosts[w]`, with its link and its speed; where hosts have several
+    GPUs, it is one of these. Workers of several jobs may be on one host. `plan` None means one message per tensor
+    (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation. With a `pace_s`,
+    iteration k does not begin before `shift_s` + k * `pace_s`: the job keeps its phase. Without one, it begins an
+    iteration as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
 
     Raises `InputError` on values out of range.
     """
@@ -91,7 +88,7 @@ class SharedJob:
                 raise InputError(f"{self.name}: {name} {getattr(self, name)} (expected 0 to {_LONGEST_S:.0e} seconds)")
 
     def machines(self, network: Network, number: int) -> Network:
-        """The hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
+        """Return the hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
 
         They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`; nothing is
         disturbed.
@@ -114,7 +111,7 @@ class SharedJob:
         )
 
     def _has_whole_hosts(self, network: Network) -> bool:
-        """Whether the workers are all GPUs of hosts, host by host in the order of the network."""
+        """Return whether the workers are all GPUs of hosts, host by host in the order of the network."""
         gpus, hosts = network.gpus_per_host, np.array(self.hosts)
         if len(hosts) % gpus:
             return False
@@ -141,12 +138,12 @@ class SharedJob:
 
 @dataclass(frozen=True)
 class JobTimes:
-    """What a job does in the window; seconds.
+    """A job's times in the window, in seconds.
 
     `alone_s` and `iteration_s` are the mean times of an iteration alone on the same hosts, where nothing is disturbed,
-    and beside the other jobs, over `iterations` iterations; the shortest and the longest of these took `shortest_s` and
-    `longest_s`. `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a job
-    ends fewer than two iterations in the window, it starves: then all but `alone_s` is None.
+    and next to the other jobs, over `iterations` iterations; the shortest and the longest of these took `shortest_s`
+    and `longest_s`. `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a
+    job ends fewer than two iterations in the window, it starves: then all but `alone_s` is None.
     """
 
     name: str
@@ -166,7 +163,7 @@ class JobTimes:
 
 @dataclass(frozen=True)
 class SharedTimes:
-    """What all jobs do in the window from `begin_s` to `end_s`, in seconds from the start.
+    """The times of all jobs in the window from `begin_s` to `end_s`, in seconds from the start.
 
     `ends_s[j]` has the ends of all iterations of job j.
     """
@@ -191,7 +188,7 @@ class SharedTimes:
         return math.fsum(job.workers * (job.utilization or 0.0) for job in self.jobs) / workers
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """What each job does from one moment on, for as long as one of its iterations takes.
+        """Return a timeline of each job from one moment on, as long as one of its iterations.
 
         It is the same moment for all jobs: the last end of an iteration of the first job after which there is time
         enough in the window. A job that starves has no timeline.
@@ -228,8 +225,8 @@ class _Alone(NamedTuple):
 class SharedNetwork:
     """Jobs on a network, as one graph, which can be run again with other shifts.
 
-    Disturbances count from the start of the simulation; the numbers of workers are those of the network, and the
-    servers of all jobs are numbered through.
+    Disturbances count from the start of the simulation; workers are numbered as in the network, and servers through all
+    jobs.
 
     Raises `InputError` on jobs that do not fit the network, `PlanError` on plans that do not fit their workloads or
     wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 20 million services (a
@@ -345,7 +342,7 @@ class SharedNetwork:
         )
 
     def _simulate_alone(self, i: int, count: int) -> _Alone:
-        """So many iterations of a job that is alone on its hosts, begins at 0, keeps no pace and is not disturbed."""
+        """Simulate `count` iterations of a job alone on its hosts, which begins at 0 without a pace or disturbances."""
         (unrolled,), _, services = self._build([i], [count], wait=False)
         self._run(services, [unrolled])
         wired = services.records["link"] >= 0
@@ -390,7 +387,7 @@ class SharedNetwork:
 
 
 def simulate_jobs(jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:
-    """Simulate jobs that share a network. Arguments and errors are those of `SharedNetwork`."""
+    """Simulate jobs that share a network. Arguments and errors are as in `SharedNetwork`."""
     return SharedNetwork(jobs, network, iterations=iterations).run()
 
 

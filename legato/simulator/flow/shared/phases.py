@@ -145,7 +145,7 @@ class _Search:
 
 
 def _longest_row(found: list[float]) -> tuple[int, int]:
-    """(first, length) of the longest row of values that are as good as the best one; the last is beside the first."""
+    """Return (first, length) of the longest run of values as good as the best; the last one adjoins the first."""
     good = [value <= min(found) + _SAME for value in found]
     if all(good):
         return 0, len(found)

@@ -81,7 +81,7 @@ def check_taken(taken: set[int], network: Network) -> None:
 class Placed(Topology):
     """The hosts of one job on a network that jobs share. Its workers and servers are numbered from 0, as if alone.
 
-    `hosts` are those of its workers; of `all_servers` servers of all jobs, its own begin with `first_server`. ECMP
+    `hosts` has the host of each worker; of all jobs' `all_servers` servers, its own begin with `first_server`. ECMP
     chooses the paths of its flows by `seed`: jobs have connections of their own.
     """
 
