@@ -30,7 +30,8 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Where at most half of the ranks have others behind them, the exchanges hide one of the two latencies."""
+    """If at most half of the ranks have others that join only through them, the exchanges hide one of the two
+    latencies."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

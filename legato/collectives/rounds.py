@@ -50,14 +50,14 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rank does in one round; an empty step keeps all ranks in step."""
+    """One rank's part in one round; an empty step keeps all ranks in step."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
 
     @property
     def overwrites(self) -> bool:
-        """Whether it receives parts that it also sends."""
+        """Return whether the rank receives parts that it also sends."""
         return any(s.start < r.stop and r.start < s.stop for s in self.sends for r in self.receives)
 
 
@@ -85,7 +85,8 @@ class Algorithm(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Whether a message can be sent in two halves: after the first, ranks have the sums of parts of their own.
+        """Return whether a message can be sent in two halves: after the first, each rank has the sum of a part of its
+        own.
 
         Then its cost also depends on the depth (`legato.simulator.pipelining`).
         """
@@ -124,7 +125,7 @@ def _rounds(make: Callable[[int], Rounds], ranks: int) -> Rounds:
 
 @functools.lru_cache(64)
 def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """What one rank does in each half."""
+    """Return the steps of one rank in each half."""
     parts, *halves = algorithm.rounds(ranks)
 
     def step(one: Round, lap: int, reduces: bool) -> Step:
