@@ -30,8 +30,8 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """If at most half of the ranks have others that join only through them, the exchanges hide one of the two
-    latencies."""
+    """Return the latencies of one way; if at most half of the ranks have a partner outside, exchanges hide one of
+    two."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

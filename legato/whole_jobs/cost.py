@@ -1,4 +1,4 @@
-"""What a piece of work costs a worker: seconds and sent bytes, by kind."""
+"""The cost of a piece of work to a worker: seconds and sent bytes, by kind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _sum(a: dict[Any, float], b: dict[Any, float]) -> dict[Any, float]:
 
 
 def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
-    """What a piece of work costs on this stage of the pipeline if each exchange has the network for itself."""
+    """Return the cost of a piece of work on this stage of the pipeline if each exchange has the network to itself."""
     total = Cost.computing(work.computing_s) + cost_of(job, stage, work.behind)
     for one in work.beside:
         total += cost_of(job, stage, one.exchanges).behind(work.window_s(one))

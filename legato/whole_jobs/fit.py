@@ -1,8 +1,8 @@
 """A machine's efficiency from measured steps, and two more numbers that no data sheet has, where the steps tell them.
 
 The higher the efficiency of matrix products, the shorter the step of a job, so one step has one efficiency, which is
-found by bisection. Of several steps the median counts. Where communication takes longer than the computing beside it,
-a step hardly depends on the efficiency, and cannot fit it.
+found by bisection. Of several steps the median counts. Where communication takes longer than the computing that hides
+it, a step hardly depends on the efficiency, and cannot fit it.
 
 Two steps whose layers compute for different times also tell the time of the host, which each layer and micro-batch
 adds, and steps of different sequences the efficiency of attention: a step is nearly linear in 1 / efficiency, in the
@@ -37,19 +37,19 @@ _LEAST_SHARE = 0.05
 
 #: What steps may tell, in the order of `_Numbers`.
 NUMBERS = ("efficiency", "host time", "attention's efficiency")
-#: Steps tell a further number if its share of a step, beside that of products, differs by this factor among them, and
-#: is at least so large in one; and rounds of least squares.
+#: Steps tell a further number if the ratio of its share of a step to the products' share differs by the first factor
+#: among them, and its share is at least the second in one of them. The third counts rounds of least squares.
 _DIFFERENT, _TOLD, _ROUNDS = 1.5, 0.03, 12
-#: A step that alone has an efficiency so far from that of all is odd.
+#: A step is odd if the efficiency fitted to it alone is this far from the efficiency fitted to all.
 _ODD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class FittedStep:
-    """A measured step: the `efficiency` that it has alone, its prediction with that of all steps, and, if there are
-    others, with that of the others (`left_out_s`).
+    """A measured step: the `efficiency` fitted to it alone, and its prediction with the one fitted to all steps.
 
-    An error of 1% in `measured_s` is one of 1% / `product_share` in `efficiency`.
+    If there are other steps, `left_out_s` is its prediction with the efficiency fitted to the others. An error of 1% in
+    `measured_s` is an error of 1% / `product_share` in `efficiency`.
     """
 
     job: Job
@@ -212,7 +212,7 @@ def _efficiency(job: Job, measured_s: float) -> float:
 def _told(
     slopes: dict[str, list[float]], name: str, moves: dict[str, float], steps: Sequence[tuple[Job, float]]
 ) -> bool:
-    """Whether a number's share of these steps differs enough from that of products."""
+    """Return whether a number's share of these steps differs enough from the products' share."""
     host_s = 1e-3 if name == "host_s" else moves[name]  # of the host: as if it took 1 ms a layer
     ratios = [own / max(products, 1e-30) for own, products in zip(slopes[name], slopes["slowness"], strict=True)]
     return max(slopes[name]) * host_s >= _TOLD and max(ratios) >= _DIFFERENT * max(min(ratios), 0.0)

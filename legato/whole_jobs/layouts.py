@@ -83,7 +83,7 @@ class Layouts:
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """Whether others are faster, which of these predictions do not tell apart, and what decides between them."""
+        """Two sentences: whether others are faster, and which ones predictions do not tell apart."""
         more = "" if self.complete else "; others may be faster, because the search stopped at its limit"
         others = f"the fastest of {self.number:,} layouts, as predicted{more}"
         equal = self.equal
@@ -136,7 +136,7 @@ def schedule_of(job: Job) -> str:
 
 
 def title_of(job: Job) -> str:
-    """What is trained on what, in words."""
+    """Return in words what is trained on what."""
     return (
         f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
     )
@@ -160,11 +160,11 @@ def _divisors(number: int) -> list[int]:
 def jobs(
     name: str, model: LanguageModel, framework: Framework, machine: Machine, gpus: int, batch: int
 ) -> Iterator[Job]:
-    """All layouts of a `batch` of sequences a step on so many GPUs that divide evenly.
+    """Return all layouts of a `batch` of sequences a step on this number of GPUs that divide evenly.
 
     Tensor parallelism stays inside a host, and implies sequence parallelism. Context parallelism leaves each GPU 2,048
-    tokens of a micro-batch or more, as all steps have that predictions were compared with. The order of the dimensions
-    is that of `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
+    tokens of a micro-batch or more, as all steps have that predictions were compared with. The dimensions are ordered
+    as in `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
     """
     for tensor in _divisors(machine.gpus_per_host):
         for context in (one for one in _divisors(gpus) if one & (one - 1) == 0):
@@ -188,7 +188,7 @@ def _of_mesh(
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
         for chunks in (_chunks(model.layers, mesh.pipeline) if schedule == "interleaved" else (1,))
     ]
-    # Sharded parameters may have a replica on each host, or so many GPUs.
+    # Sharded parameters may have a replica on each host, or on each of several numbers of GPUs.
     copies = mesh.data // math.gcd(mesh.data, machine.gpus_per_host) if mesh.expert == 1 else 1
     shards: list[tuple[Shard, int]] = [
         (shard, replicas)
@@ -240,9 +240,9 @@ def layouts(
 ) -> Layouts:
     """Find the `number` fastest layouts of a model on `gpus` GPUs, for a `batch` of sequences a step of all replicas.
 
-    A model, a machine or a framework is given by its name or as it is; a machine's name may be that of a file. A GPU
-    has `memory_nbytes`, by default the machine's. Layouts are tried in the order of `floor_s`, which no prediction is
-    below, and the search ends where that is above the slowest of the best and the fastest that fits. Raises
+    A model, a machine or a framework is given by its name or as it is; a machine's name may be the path of a file. A
+    GPU has `memory_nbytes`, by default the machine's. Layouts are tried in the order of `floor_s`, which no prediction
+    is below, and the search ends where that is above the slowest of the best and the fastest that fits. Raises
     `InputError`, with the nearest names, on unknown ones, and if no layout divides evenly or none fits in memory.
     """
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):

@@ -46,12 +46,12 @@ class Memory:
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Whether a GPU with this memory has room for it, libraries and fragments, which are not predicted."""
+        """Return whether this memory has room for it, and for libraries and fragments, which are not predicted."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
 def memory(job: Job, plan: Schedule, worker: int) -> Memory:
-    """Of a worker of the pipeline, at the moment when it holds the most activations."""
+    """Return the memory of a worker of the pipeline, at the moment when it holds the most activations."""
     weights, gradients, optimizer = _states(job, {action.stage for action in plan[worker]})
     return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
 
@@ -85,7 +85,7 @@ def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
 
 
 def _kinds(job: Job) -> list[bool]:
-    """Whether the job has dense layers, and mixtures."""
+    """Return the kinds of layers of the job: False for dense ones, True for mixtures."""
     mixtures = len(job.model.mixtures)
     return [False] * (mixtures < job.model.layers) + [True] * (mixtures > 0)
 

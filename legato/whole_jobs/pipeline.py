@@ -1,4 +1,4 @@
-"""What the workers of a pipeline do: the passes of a schedule, and the transfers between them."""
+"""The work of a pipeline's workers: the passes of a schedule, and the transfers between them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def around(
 def coarse(
     plan: Schedule, passes_s: Sequence[Mapping[str, float]], *, overlapped: bool
 ) -> tuple[list[list[program.Action]], list[tuple[int, str]]]:
-    """Lanes whose passes are a computation each; and of each transfer the stage that sends it, and in which kind of
-    pass: those of a stage in one direction go out one after another.
+    """Return lanes whose passes are a computation each, and the sending stage and kind of pass of each transfer.
 
-    `passes_s` has the seconds of `forward`, `backward` and `weights` of each stage.
+    A stage's transfers in one direction go out one after another. `passes_s` has the seconds of `forward`, `backward`
+    and `weights` of each stage.
     """
     numbers: dict[tuple[int, str, int], int] = {}
     works = [{kind: (Compute(seconds),) for kind, seconds in own.items()} for own in passes_s]

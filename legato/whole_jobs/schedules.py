@@ -13,8 +13,8 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "schedule"]
 class Action(NamedTuple):
     """A pass of a micro-batch through a stage.
 
-    `backward` makes the gradients of activations, and also those of the weights where the stage has no action
-    `weights` of that micro-batch.
+    `backward` computes the gradients of activations, and, where the stage has no action `weights` of that micro-batch,
+    the gradients of weights as well.
     """
 
     stage: int
@@ -32,7 +32,7 @@ def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B: as many forward passes as stages behind, then in turns (PipeDream-flush, arXiv 2006.09503)."""
+    """1F1B: a forward pass for each stage that follows, then in turns (PipeDream-flush, arXiv 2006.09503)."""
     return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
 
 
@@ -68,9 +68,10 @@ def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: 1F1B, whose gradients of weights wait while others need those of activations (arXiv 2401.10241).
+    """ZB-H1: 1F1B, but gradients of weights wait while others need gradients of activations (arXiv 2401.10241).
 
-    Worker r delays those of r micro-batches, so that all workers hold as many activations as the first one does.
+    Worker r delays the weights' gradients of r micro-batches, so that every worker holds as many activations as the
+    first.
     """
     result: Schedule = []
     for worker, actions in enumerate(one_forward_one_backward(workers, microbatches)):

@@ -1,4 +1,4 @@
-"""What the stages of a job's pipeline do in a step: their passes, what they send, and what is behind the last pass."""
+"""The work of a pipeline's stages in a step: their passes, what they send, and what follows the last pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
 
 
 def _received(job: Job, stage: int) -> Passes:
-    """What a stage gathers of activations that its neighbours sent in parts (arXiv 2104.04473, section 4.1)."""
+    """Return a stage's gathers of activations that its neighbours sent in parts (arXiv 2104.04473, section 4.1)."""
     if not job.framework.divides_sends or job.sequence_parallel:
         return _NOTHING
     gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
@@ -58,7 +58,7 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def is_away(job: Job, stage: int) -> bool:
-    """Whether, in any pipeline, the next stage (behind the last one: the first) is on another host."""
+    """Return whether, in any pipeline, the next stage (after the last one: the first) is on another host."""
     one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
     placements = job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
     return any(hosts[one] != hosts[other] for hosts in placements)
@@ -73,9 +73,9 @@ def sent_nbytes(job: Job, stage: int) -> float:
 def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
     """The passes of a part of the model, with the exchanges of its sharded gradients or parameters.
 
-    Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters gathered for each pass
-    (arXiv 1910.02054, section 7: three times the parameters); the stages of a pipeline do so once a step. These run
-    beside the part's own passes, and are exposed where they are longer, as those of the embeddings are.
+    Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters gathered for each pass (arXiv
+    1910.02054, section 7: three times the parameters); the stages of a pipeline do so once a step. These run during the
+    part's own passes, and are exposed where they are longer, as the embeddings' exchanges are.
     """
     joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
     if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
@@ -91,7 +91,7 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas.
+    """Return a collective of these bytes a parameter over data-parallel workers; for experts, over their replicas.
 
     Where parameters have replicas, these sum the parts of the gradients that they own.
     """
@@ -105,10 +105,10 @@ def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> t
 
 
 class Tail(NamedTuple):
-    """What a worker does once a step, behind its last pass; `gradients` and `parameters` may be hidden beside passes.
+    """A worker's work once a step, after its last pass; passes may hide `gradients` and `parameters`.
 
-    `tied_nbytes` are those of a tied table's gradients, summed between the first and the last stage (arXiv 1909.08053,
-    section 4).
+    `tied_nbytes` are the bytes of a tied table's gradients, summed between the first and the last stage (arXiv
+    1909.08053, section 4).
     """
 
     gradients: tuple[Exchange, ...]
@@ -118,7 +118,7 @@ class Tail(NamedTuple):
 
 
 def tail(job: Job, worker: int) -> Tail:
-    """That of a worker of the pipeline: gradients are summed, and sharded parameters gathered."""
+    """Return the tail of a worker of the pipeline: gradients are summed, and sharded parameters gathered."""
     own = Parameters(0)
     for stage in range(worker, len(job.split), job.mesh.pipeline):
         own = own.plus(held(job, stage))

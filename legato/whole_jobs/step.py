@@ -27,9 +27,9 @@ __all__ = ["Step", "beyond_rounding", "floor_s", "predict", "waits"]
 class Step:
     """A step of a job, predicted.
 
-    Of the `seconds`, the busiest worker computes `computing_s`, is idle for `bubble_s`, and waits for each
-    kind of communication `exposed_s`, whose last one, `optimizer`, is the optimizer's step. `sent` are bytes of a GPU,
-    in the mean over the stages, by kind and tier (`host`: links inside it; `network`: cards). `memory` is that of the
+    Of the `seconds`, the busiest worker computes `computing_s`, is idle for `bubble_s`, and waits for each kind of
+    communication `exposed_s`, whose last one, `optimizer`, is the optimizer's step. `sent` are the bytes each GPU sends
+    (mean over stages), by kind and tier (`host`: links inside it; `network`: cards). `memory` is the memory of the
     fullest worker.
     """
 
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What `--json` prints of a step."""
+        """Return what `--json` prints of a step."""
         likely = self.interval
         sent: dict[str, dict[str, float]] = {}
         for (kind, tier), nbytes in self.sent.items():
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def kind(self) -> Kind:
-        """What measured steps have in common with this one."""
+        """The kind of steps that this one belongs to."""
         return kind_of(self.job, self.layer_s)
 
     @property
@@ -96,7 +96,7 @@ class Step:
 
     @property
     def room(self) -> Room:
-        """Whether the memory of a GPU has room for this one's."""
+        """Return whether the memory of a GPU has room for this step's."""
         return self.memory.room_in(self.job.machine.memory_nbytes)
 
     @property
@@ -117,7 +117,7 @@ class Step:
 
 
 def waits(parts: dict[str, float]) -> str:
-    """What a step of these parts waits for, the longest first, where it is at least 1% of the step."""
+    """Return in words what a step of these parts waits for, the longest first, where it is at least 1% of the step."""
     seconds = sum(parts.values())
     found = [part for part in parts if part not in ("computing", "optimizer") and parts[part] >= 0.01 * seconds]
     shown = sorted(found, key=lambda part: -parts[part])
@@ -130,7 +130,7 @@ def beyond_rounding(seconds: float, step_s: float) -> float:
 
 
 class _Costs(NamedTuple):
-    """Of the passes of one micro-batch through a stage."""
+    """The costs of the passes of one micro-batch through a stage."""
 
     forward: Cost = Cost()
     backward: Cost = Cost()
@@ -166,11 +166,11 @@ def predict(job: Job) -> Step:
 
 
 def floor_s(job: Job) -> float:
-    """Seconds that no step takes less than.
+    """Return a lower bound on the seconds of a step.
 
-    A worker's own work stands behind a forward pass through the stages before its first one, and, but for gradients
-    of weights that wait, before a backward pass through the same stages. Of all schedules here but GPipe this is nearly
-    the step: their bubbles are no longer.
+    A worker's own work comes after a forward pass through the stages before its first one, and (except for gradients of
+    weights that wait) before a backward pass through the same stages. For every schedule except GPipe this is close to
+    the step itself, because their bubbles are not longer.
     """
     stages, workers = _stages(job), job.mesh.pipeline
     tails = [_tail(job, worker, stages).total_s for worker in range(workers)]
@@ -215,9 +215,9 @@ def _send(job: Job, stage: int, nbytes: float) -> Cost:
 
 
 def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
-    """What a worker of the pipeline does behind its last pass.
+    """Return the cost of a pipeline worker's work after its last pass.
 
-    Hidden collectives of gradients and of parameters are beside the last micro-batch's backward pass and the first
+    Hidden collectives of gradients run during the last micro-batch's backward pass, and of parameters during the first
     one's forward pass.
     """
     own, framework = tail(job, worker), job.framework

@@ -1,8 +1,8 @@
-"""How sure a prediction is: how far those of measured steps of its kind were off.
+"""How sure a prediction is: how far predictions of measured steps of its kind were off.
 
 `LIKE` sums up published steps by kind, whose rows do not come with the package; `python benchmarks/whole_jobs.py --open
-FILE` prints it. Of each source, the spread is that of four steps in five; of several sources, the largest counts, and
-of fewer than three, at least that of all steps whose parameters are sharded, or not, as theirs.
+FILE` prints it. The spread of a source covers four of five of its steps. A kind has the largest spread of its sources,
+and with fewer than three sources at least the spread of all steps whose parameters are sharded, or not, like theirs.
 docs/whole_jobs.md says how often such intervals hold for a source that had no part in them.
 """
 
@@ -24,7 +24,7 @@ ORDER_NEAR, ORDER_APART = 0.62, 0.91
 
 
 class Kind(NamedTuple):
-    """What steps that are alike have in common.
+    """A kind of steps: what similar steps have in common.
 
     Whether parameters are sharded, layers have experts, sequences are long, and layers so small that the host may bound
     them.
@@ -80,7 +80,7 @@ def kind_of(job: Job, layer_s: float) -> Kind:
 
 
 def is_default(machine: Machine) -> bool:
-    """Whether the efficiency is a preset's, of steps of another framework perhaps."""
+    """Return whether the efficiency is a preset's, perhaps fitted to steps of another framework."""
     return machine.name in MACHINES and machine.efficiency == MACHINES[machine.name].efficiency
 
 

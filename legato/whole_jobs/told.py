@@ -1,4 +1,4 @@
-"""What is said of predicted steps of whole jobs: in words, as tables, as bars, and on pages."""
+"""Predicted steps of whole jobs in words, as tables, as bars, and on pages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def faster(best: Step) -> dict[str, Step]:
 
 
 def machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
-    """What the steps on other machines take, in words."""
+    """Return a table of the steps on other machines."""
     rows = (
         (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step.parts))
         for name, step in faster.items()
@@ -100,7 +100,7 @@ def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Mod
 
 
 def _facts(job: Job, found: Layouts) -> str:
-    """What a layout is beside its mesh; of recomputation and sharding, that in which the best layouts differ."""
+    """Return a layout's facts besides its mesh; recomputation and sharding only if the best layouts differ in them."""
     plural = "es" if job.microbatches > 1 else ""
     parts = [schedule_of(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
     for field, word in (("recompute", "recomputed"), ("shard", "sharded")):

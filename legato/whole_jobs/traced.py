@@ -1,8 +1,8 @@
 """The step of a traced job: its communications as they were traced, or as they are on another network.
 
-Computation and idle time are those of the trace. A communication begins when all workers that start it have started it
-and the one before it in its groups has ended, and has the links for itself: it takes what it took as traced, or what
-`cost` says. docs/traces.md tells what is assumed.
+Computation and idle time are as in the trace. A communication begins when all workers that start it have started it and
+the one before it in its groups has ended, and has the links to itself: it takes its traced time, or what `cost` says.
+docs/traces.md says what is assumed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def replay(program: Program) -> ProgramStep:
 
 
 def traced_s(program: Program) -> list[float]:
-    """What each communication took as traced. Raises `InputError` if some of them were not traced."""
+    """Return the traced seconds of each communication. Raises `InputError` if some of them were not traced."""
     if untraced := [k for k, one in enumerate(program.communications) if one.traced_s is None]:
         raise InputError(f"traced_s of {program.describe(untraced[0])}: none (expected a program that was traced)")
     return [one.traced_s or 0.0 for one in program.communications]
@@ -64,8 +64,8 @@ def traced_s(program: Program) -> list[float]:
 class Traffic:
     """A kind of communication in a step as traced, in means over the workers.
 
-    It takes `seconds`, of which `exposed_s` are waited for. `win` is the share of the step that twice the bandwidth of
-    its links is predicted to win; `at_most` where the traced times do not tell latency from bandwidth.
+    It takes `seconds`, of which workers wait for `exposed_s`. `win` is the share of the step that twice the bandwidth
+    of its links is predicted to save; `at_most` where the traced times do not tell latency from bandwidth.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Traffic:
 
 
 def traffic(program: Program) -> list[Traffic]:
-    """The kinds of communication of a traced program, the most exposed first; behind several, all of them together."""
+    """Return a traced program's kinds of communication, the most exposed first; after several, all of these as one."""
     base, taken = replay(program), traced_s(program)
     shares = _bandwidth_shares(program)
     members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
@@ -102,7 +102,7 @@ def traffic(program: Program) -> list[Traffic]:
 def _bandwidth_shares(program: Program) -> list[float | None]:
     """The share of each communication's traced time that grows with its bytes; None where nothing tells.
 
-    It is that of a line through the times of its operation in groups of its kind and size, whose bytes differ by a
+    It comes from a line through the times of its operation in groups of its kind and size, whose bytes differ by a
     factor of two.
     """
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
@@ -146,7 +146,7 @@ def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
-    """The step if each communication takes so many seconds."""
+    """Return the step if each communication takes these seconds."""
     found = clock([lane.actions for lane in program.lanes], program.orders(), seconds, program.afters())
 
     def walks() -> Iterator[Walk]:

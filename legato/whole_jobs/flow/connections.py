@@ -28,7 +28,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Connections(NamedTuple):
-    """Of groups of one shape: the rings of each (1 if there are none), its hosts, and, as rows of `uses`, the group, a
+    """Groups of one shape: the rings of each (1 if there are none), its hosts, and, as rows of `uses`, the group, a
     link, and how many of its connections are there."""
 
     rings: Ints
@@ -36,7 +36,7 @@ class Connections(NamedTuple):
     uses: Ints
 
     def latency_s(self, group: int, machine: Machine) -> float:
-        """Of a collective with its skew, as in `cost.py`."""
+        """Return the latency of a collective in a group, with its skew, as in `cost.py`."""
         further = int(self.hosts[group]) - 1
         return machine.network_latency_s + machine.hop_s * further if further else machine.latency_s
 

@@ -21,12 +21,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def program(job: Job) -> Program:
-    """What the workers of each stage do in a step.
+    """Writes what the workers of each stage do in a step.
 
-    A pass is its parts one after another, those of a backward pass from the last one on: each computes, beside the
-    exchanges that are hidden in it, and then makes those that are not. Of hidden data-parallel exchanges, those of
-    gradients run from the beginning of the last micro-batch's backward pass on, and those of parameters until the end
-    of the first one's forward pass.
+    A pass runs its parts one after another; a backward pass begins with the last one. Each part computes while its
+    hidden exchanges run, and then makes the others. Hidden data-parallel exchanges of gradients run from the beginning
+    of the last micro-batch's backward pass on, and exchanges of parameters until the end of the first micro-batch's
+    forward pass.
     """
     return _Program(job).written()
 
@@ -91,7 +91,7 @@ class _Program:
                 yield from self._work(worker, _of(part, kind), label)
 
     def _work(self, worker: int, work: Work, label: str) -> Iterator[Action]:
-        """Computing, with what starts and what is waited for in between; at one moment, starts come last."""
+        """Yield computing, with starts and waits in between; at one moment, starts come last."""
         moments: list[tuple[float, int, Beside]] = []
         for one in work.beside:
             if one.exchanges:

@@ -24,13 +24,13 @@ _ROUNDING = 1e-9
 
 
 class Quotient:
-    """A program on a network, with one worker, group and link for each class of those that are alike.
+    """A program on a network, with one worker, group and link for each class of equal ones.
 
     `standing` has the number of the one that stands for each class, by kind (`worker`, `group`, `link`), and `links`,
     for each class of groups, the classes of their links that can be full, with the number of connections that one link
-    carries of all groups of the class. Groups are numbered through: those of communication n are `found[number_of[n]]`,
-    and the first of them is group `first[number_of[n]]`. Communications with the same `order_of` run in the order of
-    their starts. Without `alike`, no two workers are.
+    carries of all groups of the class. Groups are numbered through: communication n has the groups
+    `found[number_of[n]]`, the first of which is group `first[number_of[n]]`. Communications with the same `order_of`
+    run in the order of their starts. Without `alike`, no two workers are.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Whole jobs that share a network: how long a step of each takes alone on its GPUs, and beside the others.
+"""Whole jobs that share a network: how long a step of each takes alone on its GPUs, and next to the others.
 
 [Note: the window of whole jobs]
 Jobs have different steps, and what they do to one another depends on the phases in which they meet. So every job makes
@@ -46,12 +46,12 @@ Steps = list[list[LaneTimes]]
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """A job's step alone, where nothing is disturbed, and beside the other jobs, the mean over those in the window.
+    """A job's step alone, where nothing is disturbed, and its mean step in the window, next to the other jobs.
 
-    Each is that of its busiest worker; of a program, it is the mean over its workers. Of the one beside the others,
-    `longer_s` is by how much each part of the step is longer than alone: `computing`, `bubble`, and each kind of
-    communication. `steps_s` are the seconds of each step, and `longest` is the longest one of a job; its workers are
-    those of the network.
+    Each is the step of the job's busiest worker, or of a program the mean over its workers. `longer_s` is by how much
+    each part of the step is longer next to the others than alone: `computing`, `bubble`, and each kind of
+    communication. `steps_s` are the seconds of each step, and `longest` is the longest step of a job, with workers
+    numbered as in the network.
     """
 
     alone: Step | ProgramStep
@@ -75,9 +75,9 @@ class _Window(NamedTuple):
 
 
 def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
-    """Programs as one: worker w of program j is worker `places[j][w]`, and those that are left of `workers` are idle.
+    """Return programs as one: worker w of program j is worker `places[j][w]`, and the rest of `workers` is idle.
 
-    Its lanes and its communications are those of the programs, one after another, and the idle workers' lane.
+    It has the programs' lanes and communications, one program after another, and a lane for the idle workers.
     """
     lanes: list[Lane] = []
     communications: list[Communication] = []
@@ -168,7 +168,7 @@ class _Shared:
         return (window.begin_s, window.end_s), result
 
     def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
-        """Of a job, of simulated steps, and of the same where its pipeline sends nothing."""
+        """Return a job's step, given its simulated steps and the same ones where its pipeline sends nothing."""
         job, made, steps_s = self.jobs[j], self.made[j], tuple(map(seconds_of, beside[0]))
         if isinstance(job, Program):
             first, mean = (_mean([program_step(job, lanes) for lanes in steps]) for steps, _ in (alone, beside))

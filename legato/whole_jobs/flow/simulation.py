@@ -39,8 +39,9 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
-    """Workers that do the same at the same times: `workers`, of a `lane` of the program; (begin, end) of each computing
-    and wait, and the flow that is waited for, by the number of the action. Seconds count from the begin of the step."""
+    """Workers that do the same at the same times: `workers`, of a `lane` of the program; (begin, end) of each
+    computation and wait, and the flow that a wait is for, by the number of the action. Seconds count from the begin of
+    the step."""
 
     lane: int
     workers: NDArray[np.int64]
@@ -132,9 +133,9 @@ class _Run:
         self.afters.extend([after] * len(befores))
 
     def _walk(self, worker: int, step: int, last: int) -> tuple[_Walk, int]:
-        """Add the services of a worker's actions in a step behind the `last` one; returns those, and the last of them.
+        """Add the services of a worker's actions in a step after the `last` one; return them, and the last one.
 
-        Whatever a job starts in a step is waited for in it.
+        A job waits in a step for whatever it starts in it.
         """
         quotient = self.quotient
         ahead: dict[int, int] = {}  # the flow of each of its groups that it started last

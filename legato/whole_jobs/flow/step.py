@@ -39,7 +39,7 @@ _KINDS: dict[str, SpanKind] = {
 class FlowStep:
     """A step, and the lanes that were simulated: one for each class of workers that are alike.
 
-    The parts of the step are those of the busiest worker of the `lane` of the program.
+    The parts of the step belong to the busiest worker of the `lane` of the program.
     """
 
     step: Step
@@ -54,10 +54,11 @@ class FlowStep:
         return int(max(of_lane, key=lambda one: _busy_s(self.program, one)).workers[0])
 
     def timeline(self, network: str = "") -> Timeline:
-        """The lanes to look at, `network` in words: of each stage, those that are done last; all if these are few.
+        """Return the lanes to look at: the last ones to finish of each stage; all if there are few. `network` is in
+        words.
 
         A lane has the name of its first worker, and `members` says for how many it stands. Communication is drawn where
-        it is waited for.
+        the worker waits for it.
         """
         drawn = sorted(self.lanes, key=lambda lane: (lane.lane, -lane.end_s))
         if len(drawn) > _MOST_DRAWN:
@@ -91,7 +92,7 @@ class FlowStep:
 
 
 def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **options: Any) -> Network:
-    """The network of a machine for so many workers, whose hosts are full.
+    """Return the network of a machine for this number of workers, whose hosts are full.
 
     `options` are further fields of `Network`, `disturb` its disturbances as `parse_disturbances` reads them. Raises
     `InputError`.
