@@ -152,21 +152,16 @@ def workload(  # noqa: PLR0913
 ) -> Workload:
     """Return one training iteration of a model, given or by its name, on one worker.
 
-    `batch_size` counts samples (images, sentences); the default is that of the
-    paper that uses the model. `device` is one of `DEVICES`, by its name, or any
-    `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and
-    `fp32`, for language models `h100` and `bf16`. A language model on a `Machine`
-    (`legato.zoo.presets` has some) computes for as long as the job of one GPU does
-    (`legato.zoo.language.layer`); in fp32, for twice as long. If `forward_s` or `backward_s`
-    (seconds) is given, such as a published total, the ops of that pass are scaled
-    to add up to it. `gradients` is the precision in which gradients are sent, by
-    default that of the computation.
+    `batch_size` counts samples (images, sentences); the default is from the paper that uses the model. `device` is one
+    of `DEVICES`, by its name, or any `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and `fp32`,
+    for language models `h100` and `bf16`. A language model on a `Machine` (`legato.zoo.presets` has some) computes for
+    as long as the job of one GPU does (`legato.zoo.language.layer`); in fp32, for twice as long. If `forward_s` or
+    `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add up to it.
+    `gradients` is the precision in which gradients are sent, by default the computation's.
 
-    Large models: `recompute` repeats the forward pass of each block in the
-    backward pass, `accumulate` divides the batch into micro-batches of which the
-    last sends the gradients, and `replica_devices` divides the model and its
-    batch among several devices; the workload is that of one of them
-    (`legato.zoo.lower`).
+    Large models: `recompute` repeats the forward pass of each block in the backward pass, `accumulate` divides the
+    batch into micro-batches of which the last sends the gradients, and `replica_devices` divides the model and its
+    batch among several devices; the workload describes one of these devices (`legato.zoo.lower`).
 
     Raises `InputError` on unknown names, on a precision that the device lacks, on
     numbers that are not above zero, on a batch that `accumulate` does not divide,

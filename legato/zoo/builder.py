@@ -1,4 +1,4 @@
-"""What a model is made of (layers, as a graph, and variables), and a builder that follows the shapes.
+"""A model's parts (layers, as a graph, and variables), and a builder that follows the shapes.
 
 The layers of `image` and `sequence` add to a `Builder`.
 """

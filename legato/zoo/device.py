@@ -24,12 +24,10 @@ PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Device(msgspec.Struct, frozen=True):
     """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
-    `flops_per_s` is the peak of 32-bit training (a multiply-add is two),
-    `bf16_flops_per_s` and `fp16_flops_per_s` those of 16-bit training, None
-    where the device has no such format; `efficiency` is the share of a peak that
-    is reached; `bytes_per_s` is the memory bandwidth; `overhead_s` (seconds) is
-    added once per op. Raises `InputError` on speeds that are not above zero, and
-    on an efficiency above 1.
+    `flops_per_s` is the peak of 32-bit training (a multiply-add is two), `bf16_flops_per_s` and `fp16_flops_per_s` the
+    peaks of 16-bit training, None where the device has no such format; `efficiency` is the share of a peak that is
+    reached; `bytes_per_s` is the memory bandwidth; `overhead_s` (seconds) is added once per op. Raises `InputError` on
+    speeds that are not above zero, and on an efficiency above 1.
     """
 
     name: str

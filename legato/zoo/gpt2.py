@@ -1,8 +1,7 @@
 """GPT-2 (Radford et al. 2019) in its four sizes, on sequences of 1024 tokens.
 
-The output layer is the table of token embeddings: one tensor, two readers. The
-sizes are those of the released models (124, 355, 774 and 1,558 million); the
-paper's Table 2 says 117, 345, 762 and 1,542, which contradicts its own numbers of
+The output layer is the table of token embeddings: one tensor, two readers. The sizes match the released models (124,
+355, 774 and 1,558 million); the paper's Table 2 says 117, 345, 762 and 1,542, which contradicts its own numbers of
 layers and widths.
 """
 

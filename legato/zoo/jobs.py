@@ -59,10 +59,10 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
 ) -> Job:
     """Make a whole training job: a language model, the GPUs that share it, and how one step of it runs.
 
-    A model, a machine or a framework is given by its name or as it is; a machine's name may be that of a file. `data`
-    is by default 1, or what the other dimensions leave of `gpus`. An interleaved schedule has 2 `chunks` by default.
-    `overlap` has the kinds of communication that run beside computation, by default the framework's. The rest are
-    fields of `Job` and `Mesh`. Raises `InputError`, with the nearest names, on unknown ones, and as `Job` does.
+    A model, a machine or a framework is given by its name or as it is; a machine's name may be the path of a file.
+    `data` is by default 1, or what the other dimensions leave of `gpus`. An interleaved schedule has 2 `chunks` by
+    default. `overlap` has the kinds of communication that run during computation, by default the framework's. The rest
+    are fields of `Job` and `Mesh`. Raises `InputError`, with the nearest names, on unknown ones, and as `Job` does.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if data is None:

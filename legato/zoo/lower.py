@@ -7,14 +7,12 @@ computes none for its input. Every backward op depends on the ops that compute i
 input gradients; dependencies on saved activations are left out, since these exist
 before the loss. There are no optimizer ops: the papers neglect the optimizer.
 
-Three things that large models are trained with change an iteration. With *recomputed
-activations*, the backward pass of a block starts with an op that is as long as the
-block's forward pass. With *accumulated* micro-batches, a worker sends the gradients of
-the last one: the passes between the first forward pass and the last backward pass are
-one op, `accumulation`, at the end of the forward pass. A *replica* of several devices
-divides the work and the matrices evenly among them, as tensor parallelism does, and the
-iteration is that of one device, whose messages go to the same device of the other
-replicas; what the devices of a replica send one another is left out.
+Three things that large models are trained with change an iteration. With *recomputed activations*, the backward pass of
+a block starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
+the gradients of the last one: the passes between the first forward pass and the last backward pass are one op,
+`accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices evenly
+among them, as tensor parallelism does, and the iteration describes one device, whose messages go to the same device of
+the other replicas; what the devices of a replica send one another is left out.
 """
 
 from __future__ import annotations
@@ -53,19 +51,15 @@ def lower(  # noqa: PLR0913
 ) -> Workload:
     """One training iteration of a model on a device.
 
-    `batch_size` is the model's own by default; it counts the samples of all
-    `accumulate` micro-batches of a replica. `forward_s` and `backward_s`
-    (seconds), where given, scale the ops of that pass of a micro-batch to this
-    total. `precision`, one of `PRECISIONS`, is that of the computation, by
-    default the model's own, and `gradients` that of the gradients as they are
-    sent, by default the same. `recompute` computes the activations of each block
-    of layers again in the backward pass. `replica_devices` is the number of
-    devices that share the model and its batch. `parts` is for language models: the
-    seconds of a part of the model (`language.one_gpu.part_times`) in a phase, of a micro-batch
-    of so many samples, to which the ops of that part are scaled. Raises `InputError` on numbers
-    that are not above zero, on a batch that micro-batches do not divide, on a
-    precision that is unknown or that the device lacks, and where activations are
-    to be recomputed in a model that has no blocks.
+    `batch_size` is the model's own by default; it counts the samples of all `accumulate` micro-batches of a replica.
+    `forward_s` and `backward_s` (seconds), where given, scale the ops of that pass of a micro-batch to this total.
+    `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's own, and `gradients`
+    the precision in which gradients are sent, by default the same. `recompute` computes the activations of each block
+    of layers again in the backward pass. `replica_devices` is the number of devices that share the model and its batch.
+    `parts` is for language models: the seconds of a part of the model (`language.one_gpu.part_times`) in a phase, of a
+    micro-batch of the given number of samples, to which the ops of that part are scaled. Raises `InputError` on numbers
+    that are not above zero, on a batch that micro-batches do not divide, on a precision that is unknown or that the
+    device lacks, and where activations are to be recomputed in a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)
@@ -118,7 +112,7 @@ def _part_of(op: str) -> str:
 
 
 def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable[[Op], object]) -> list[Op]:
-    """Return the ops, with those of each part scaled to its total (seconds) if it has one."""
+    """Return the ops; where a part has a total (seconds), its ops are scaled to add up to it."""
     now: dict[Any, float] = {}
     for op in ops:
         now[part_of(op)] = now.get(part_of(op), 0.0) + op.duration_s

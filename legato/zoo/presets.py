@@ -1,6 +1,6 @@
 """Frameworks, machines and devices by name: facts of releases and data sheets, and efficiencies that were fitted.
 
-The efficiency of a machine is that of steps of one framework on it; `whole_jobs.sure` says how far off others are.
+The efficiency of a machine was fitted to steps of one framework; `whole_jobs.sure` says how far off others are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 #:   --overlap-param-gather, asynchronous backward tensor-parallel all-reduces and sends are on; gradients are added up
 #:   in float32, --make-vocab-size-divisible-by is 128, cross entropy takes a part of the logits).
 #: - `nemo`: the same library in NeMo's recipes for pre-training (ub_tp_comm_overlap is on, so all tensor-parallel
-#:   collectives go beside products; the default of context parallelism sends keys and values beside attention;
+#:   collectives run during products; the default of context parallelism sends keys and values during attention;
 #:   grad_sync_dtype is bf16).
 #: - `torchtitan`: FSDP2 and DTensor (MixedPrecisionPolicy: parameters in bfloat16, gradients reduced in float32;
 #:   sharded matrices keep their gathered inputs).
@@ -87,7 +87,7 @@ MACHINES = {
         Machine("h100", 989.4e12, 3350e9, 79 * 2**30, 450e9, 50e9, 0.597, 0.5),
         Machine("h100-500w", 989.4e12, 2400e9, 95 * 2**30, 450e9, 50e9, 0.4455, 0.35),
         Machine("b200", 2250e12, 8000e9, 179 * 2**30, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
-        # Of an NVL72; its efficiency is that of three published steps of NeMo.
+        # Of an NVL72; its efficiency was fitted to three published steps of NeMo.
         Machine("gb200", 2450e12, 8000e9, 184 * 2**30, 900e9, 50e9, 0.446, 0.42, gpus_per_host=72, link_share=0.67),
         # The chip of an h100, whose efficiencies they have: no step on them fitted any.
         Machine("h200", 989.4e12, 4800e9, 140 * 2**30, 450e9, 50e9, 0.597, 0.5),
@@ -127,9 +127,9 @@ def machine_named(name: str | Machine) -> Machine:
     return MACHINES[name]
 
 
-#: FP32 peak with boost and memory bandwidth. 16-bit peaks where they are faster, those of tensor cores from `v100` on.
-#: All are dense, of the boards with the fastest links (SXM). Later ones are the machines of whole jobs.
-#: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
+#: FP32 peak with boost and memory bandwidth. 16-bit peaks where they are faster (tensor cores from `v100` on). All are
+#: dense, of the boards with the fastest links (SXM). Later ones are the machines of whole jobs. `k80` is one of the two
+#: processors of a K80 board: a worker in the papers has one.
 DEVICES = {
     device.name: device
     for device in (
@@ -165,7 +165,7 @@ _LINKS = {
 def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
     """The machine with the links of these values on axes of a network (`core/axes.py`), by field; others stay.
 
-    A latency is that of every collective: inside a host, and between any number of hosts.
+    A latency applies to every collective: inside a host, and between any number of hosts.
     """
     found = {
         field: axes[name] / unit if unit > 1 else axes[name]

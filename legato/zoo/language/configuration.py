@@ -91,7 +91,8 @@ def _whole(path: Path, name: str, value: Any) -> int:
 
 
 def _is_gated(config: dict[str, Any]) -> bool:
-    """Whether MLPs have three matrices: Megatron says so, and with SiLU models of Hugging Face do."""
+    """Return whether MLPs have three matrices: Megatron's files say so, and models of Hugging Face with SiLU have
+    three."""
     if "swiglu" in config or "gated_linear_unit" in config:
         return bool(config.get("swiglu") or config.get("gated_linear_unit"))
     return str(config.get("hidden_act", config.get("activation_function", ""))).startswith(("silu", "swi"))

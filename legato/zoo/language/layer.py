@@ -1,4 +1,4 @@
-"""The time of a layer, and of what is before and behind the layers, on one worker and for one micro-batch.
+"""The time of a layer, and of what comes before and after the layers, on one worker and for one micro-batch.
 
 Each function is a term: matrix products, attention, grouped products of experts, memory traffic, the fixed time of a
 mixture, and collectives. In formulas, T is the tokens of a micro-batch on a worker, s the sequence, h the model's
@@ -33,7 +33,7 @@ _FORWARD = 1 / 3
 
 
 class Passes(NamedTuple):
-    """The forward pass, gradients of activations (with what is recomputed), and those of weights."""
+    """The forward pass, gradients of activations (with what is recomputed), and gradients of weights."""
 
     forward: Work = Work()
     backward: Work = Work()
@@ -77,7 +77,7 @@ def layer(job: Job, mixture: bool) -> Passes:
         tensor, products_s = kind == "tensor", sum(products)
         hidden = kind in job.framework.hidden
         whole = "tensor:forward" in job.framework.hidden if tensor else hidden
-        # Of tensor parallelism, collectives are hidden beside products only.
+        # Collectives of tensor parallelism can be hidden by products only.
         forward = forward.and_then(_placed(part.forward, products_s if tensor else forward_s, whole))
         if full:
             backward = backward.and_then(_placed(part.forward, products_s if tensor else before_s, whole))
@@ -88,7 +88,7 @@ def layer(job: Job, mixture: bool) -> Passes:
 
 
 def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
-    """Exchanges beside these seconds of computing if they are hidden, and behind it otherwise."""
+    """Return work whose exchanges run during these seconds of computing if they are hidden, and after it otherwise."""
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
@@ -193,7 +193,7 @@ class _Sends(NamedTuple):
 
 
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
-    """What a layer sends, by kind; where experts are divided by tensor parallelism, for all rows of a mixture."""
+    """Return what a layer sends, by kind; if tensor parallelism divides experts, for all rows of a mixture."""
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:
         both = _tensor(job, activation), _tensor(job, activation * job.model.active_experts)
@@ -206,9 +206,9 @@ def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
 def _tensor(job: Job, nbytes: float) -> _Sends:
     """Around attention or an MLP, for an activation of `nbytes` (arXiv 2205.05198, section 4.2.2).
 
-    With sequence parallelism: a gather before the first matrices, divided by columns, and a reduce-scatter behind the
-    last one, divided by rows. Backward the reverse, and a gather of the inputs again (not in DTensor, which keeps
-    them, but where products are selected to be recomputed). Without: an all-reduce each.
+    With sequence parallelism: a gather before the first matrices, divided by columns, and a reduce-scatter after the
+    last one, divided by rows. Backward the reverse, and a gather of the inputs again (not in DTensor, which keeps them,
+    but where products are selected to be recomputed). Without: an all-reduce each.
     """
     if not job.sequence_parallel:
         both = (Exchange("tensor", "all_reduce", ("tensor",), nbytes),)
@@ -234,8 +234,8 @@ def _context(job: Job) -> _Sends:
 def _expert(job: Job) -> _Sends:
     """Tokens to their experts and back, T h x active experts each, in both passes.
 
-    Of a token's k copies, as many are sent as they have hosts, n (1 - (1 - 1/n)^k) of n in the mean, if the framework
-    sends one to each (DeepEP, arXiv 2412.19437, section 3.2.2).
+    If the framework sends one copy of a token to each host, its k copies cause n (1 - (1 - 1/n)^k) sends on average for
+    n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).
     """
     nbytes, copies = 2 * _rows(job) * job.model.hidden / job.mesh.tensor, job.model.active_experts
     if job.framework.deduplicates and (hosts := job.group("expert").hosts) > 1:

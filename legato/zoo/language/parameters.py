@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Parameters(NamedTuple):
-    """Those that all data-parallel workers have, and those of experts, which they divide."""
+    """Numbers of parameters: `shared` by all data-parallel workers, and of `experts`, which they divide."""
 
     shared: int
     experts: int = 0
@@ -32,7 +32,7 @@ class Parameters(NamedTuple):
 
 @lru_cache(maxsize=256)
 def layer(model: LanguageModel, mixture: bool, tensor: int = 1, expert: int = 1) -> Parameters:
-    """Of a layer, on one of `tensor` workers that divide its matrices and of `expert` that divide the experts.
+    """Return a layer's parameters on one of `tensor` workers that divide its matrices, `expert` the experts.
 
     Vectors, the router and the narrow matrices of latent attention are on all workers.
     """
@@ -54,12 +54,12 @@ def layer(model: LanguageModel, mixture: bool, tensor: int = 1, expert: int = 1)
 
 
 def embeddings(job: Job) -> Parameters:
-    """Of the embeddings, on one of the workers that divide the vocabulary."""
+    """Return the parameters of the embeddings on one of the workers that divide the vocabulary."""
     return Parameters(_embeddings(job.model, vocabulary_part(job)))
 
 
 def output(job: Job) -> Parameters:
-    """Of the last norm and the output layer; a tied table is also on the last of several stages."""
+    """Return the parameters of the last norm and the output layer; the last of several stages also has a tied table."""
     table = 0 if job.model.tied and job.mesh.pipeline == 1 else job.model.hidden * vocabulary_part(job)
     return Parameters(table + _norm(job.model))
 
@@ -73,7 +73,7 @@ def _norm(model: LanguageModel) -> int:
 
 
 def parameters(model: LanguageModel) -> int:
-    """Of the whole model, without padding."""
+    """Return the number of parameters of the whole model, without padding."""
     mixtures = len(model.mixtures)
     total = _embeddings(model, model.vocabulary) + _norm(model)
     total += 0 if model.tied else model.hidden * model.vocabulary
@@ -87,7 +87,7 @@ def vocabulary_part(job: Job) -> int:
 
 
 def held(job: Job, stage: int) -> Parameters:
-    """What a worker of a stage (a chunk of layers) holds."""
+    """Return the parameters that a worker of a stage (a chunk of layers) holds."""
     model, mesh, counts = job.model, job.mesh, job.split
     first = sum(counts[:stage])
     mixtures = sum(index in model.mixtures for index in range(first, first + counts[stage]))

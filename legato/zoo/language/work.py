@@ -1,4 +1,4 @@
-"""What a piece of a pass is made of: computing, and the communication beside and behind it."""
+"""A piece of a pass: computing, and the communication during it and after it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Beside", "Exchange", "Work"]
 
 
 class Exchange(NamedTuple):
-    """A communication among the workers that differ only in these dimensions of the mesh (those of `Mesh.placements`).
+    """A communication among the workers that differ only in these dimensions of the mesh (as in `Mesh.placements`).
 
-    `nbytes` are those of a `Communication`; it is made `times` times in a row.
+    `nbytes` counts as in `Communication`; it runs `times` times in a row.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Exchanges, one after another, beside `seconds` of a piece of work's computing, from `after_s` of it on."""
+    """Exchanges, one after another, during `seconds` of a piece of work's computing, from `after_s` of it on."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of a pass: computing, exchanges `beside` it, and those that the worker waits for `behind` it."""
+    """A piece of a pass: computing, the exchanges during it (`beside`), and the exposed ones after it (`behind`)."""
 
     computing_s: float = 0.0
     beside: tuple[Beside, ...] = ()
@@ -44,5 +44,5 @@ class Work:
         return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
 
     def window_s(self, one: Beside) -> float:
-        """The seconds of computing that exchanges can run beside."""
+        """Return the seconds of computing during which these exchanges can run."""
         return max(0.0, min(one.seconds, self.computing_s - one.after_s))
