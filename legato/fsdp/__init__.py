@@ -1,1 +1,1 @@
-"""Fully sharded training (FSDP2): its rules as a model, what planning its groups wins, and a bound."""
+"""Fully sharded training (FSDP2): its rules as a model, a planner of its groups, and a bound."""

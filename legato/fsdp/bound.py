@@ -28,7 +28,8 @@ Array = npt.NDArray[Any]
 
 #: More than the relative error of all sums.
 _ROUNDING = 1e-9
-#: The first group may end anywhere: the units are divided into so many ranges, and the bound is that of the best one.
+#: The first group may end anywhere: the units are divided into this number of ranges, and the best range gives the
+#: bound.
 _RANGES = 16
 
 
@@ -114,16 +115,16 @@ class _Chain:
         shards = np.minimum(self.scattered // costs.ranks, self.gradients)
         above = shards[::-1].cumsum()[::-1] - shards
         of_root = np.where(held, 0.0, sizes[2])[::-1].cumsum()[::-1]
-        self.room = self.memory - self.read - self.gradients - above - of_root  # beside a backward computation
+        self.room = self.memory - self.read - self.gradients - above - of_root  # during a backward computation
         heavy = bool((self.scattered + self.gradients >= self.read).all())
-        self.full = self.whole - self.scattered - self.gradients - above if heavy else self.room  # beside a reduction
+        self.full = self.whole - self.scattered - self.gradients - above if heavy else self.room  # during a reduction
         self.packed = np.minimum(self.scattered, self.read + self.gradients - shards)
         ratios = self.gradients[self.scattered > 0] / self.scattered[self.scattered > 0]
         self.largest_gather = self.memory / 2
         self.largest_reduction = self.whole / (1 + ratios.min(initial=1.0))
 
     def fits(self) -> bool:
-        """Whether each unit alone fits into the memory."""
+        """Return whether each unit alone fits into the memory."""
         return bool(min(self.memory - 2 * self.gathered.max(), self.room.min(), self.full.min()) >= 0)
 
     def exposed_s(self, end: int) -> float:
@@ -146,9 +147,11 @@ class _Chain:
         return WrappingBound(forward_s + backward_s, self.compute_s, *parts)
 
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
-        """Seconds of collectives before each forward, or after each backward computation, the root's among them.
+        """Return the seconds of collectives before each forward, or after each backward computation, the root's among
+        them.
 
-        They are at least those of all units up to this one, and from the first unit of the first group on, all of it.
+        Collectives carry at least all units up to this one, and from the first unit of the first group on, the whole
+        group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -206,11 +209,11 @@ def _until(sizes: Array) -> Array:
 
 
 def _count(nbytes: Array, largest: float) -> Array:
-    """How many collectives at least have so many bytes together."""
+    """Return the least number of collectives that carry these bytes."""
     return np.where(nbytes > 0, np.maximum(np.ceil(nbytes / largest - _ROUNDING), 1.0), 0.0)
 
 
 def _seconds(cost: LinearCost, nbytes: Array, count: Array) -> Array:
-    """The seconds of so many collectives with so many bytes together, none where these are not above zero."""
+    """Return the time of `count` collectives of `nbytes` in all; 0 where `nbytes` is not above 0."""
     seconds = np.maximum(count * cost.floor_s, count * cost.alpha_s + cost.beta_s_per_byte * nbytes)
     return np.where(nbytes > 0, seconds, 0.0)

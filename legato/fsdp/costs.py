@@ -1,4 +1,4 @@
-"""What the collectives of fully sharded training cost on a cluster."""
+"""The cost of fully sharded training's collectives on a cluster."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _on_machine(machine: Machine, group: WorkerGroup) -> LinearCost:
 
 
 class _Network:
-    """What rings of ranks cost."""
+    """The costs of rings of ranks."""
 
     def __init__(self, cluster: Cluster, hosts: Hosts) -> None:
         self.cluster, self.hosts = cluster, hosts
@@ -108,7 +108,8 @@ class _Network:
         return _ring(ranks, self.latency_s, min(hosts.bandwidth_bps, bps * hosts.gpus / hosts.gpus_per_card))
 
     def all_reduce(self, replicas: int) -> LinearCost | None:
-        """An all-reduce among ranks of as many hosts, beside those of the other GPUs of the hosts; None among one."""
+        """Return the cost of an all-reduce among `replicas` ranks, each on a host of its own, while the other GPUs do
+        the same; None for one."""
         if replicas == 1:
             return None
         bps = self.cluster.bandwidth_bps

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 class Chain:
     """The units that groups can hold, in the order of the forward pass, and what the root holds and computes.
 
-    The root's computation runs between them: `leading` before the first one, and behind each of the others.
+    The root's computation runs between them: `leading` before the first unit, and some after each unit.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, precision: Precision, node: int | None = None) -> None:
@@ -122,7 +122,7 @@ class _Many:
             (of[:, ends] - of[:, begins]).transpose(0, 2, 1) for of in (chain.sizes, chain.own, chain.all_behind)
         ]
         self.gathered, self.scattered, self.gradients = between[0]  # each [group, layout]
-        self.new_gradients = between[1][2] + between[2][2] - chain.behind[2, ends.T - 1]  # those of the root, too
+        self.new_gradients = between[1][2] + between[2][2] - chain.behind[2, ends.T - 1]  # the root's, too
         self.behind = chain.behind[:, ends.T - 1]
         self.compute_s = between[1][:2] + between[2][:2] - self.behind[:2]
         states = np.array([layout.states for layout in layouts]).T
@@ -176,7 +176,8 @@ class _Many:
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """The root's parameters, and those of groups that are kept, stay; gathers' outputs wait to be copied."""
+        """Note the forward pass's memory: parameters of the root and of kept groups stay; gathers' outputs wait to be
+        copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied

@@ -90,7 +90,7 @@ class _Known:
             self.found.update(zip(new, zip(seconds.tolist(), nbytes.tolist(), strict=True), strict=True))
 
     def score(self, limit: float) -> Callable[[Layout], Score]:
-        """What orders layouts: those within the limit first, then the fastest, then the smallest."""
+        """Return a key that sorts layouts: those within the limit first, then the fastest, then the smallest."""
 
         def of(layout: Layout) -> Score:
             seconds, nbytes = self.found[layout]
@@ -157,7 +157,7 @@ def _climb(known: _Known, layout: Layout, limit: float) -> Layout:
 
 
 def _less(one: Score, other: Score) -> bool:
-    """Whether one is better by more than rounding."""
+    """Return whether `one` is better by more than rounding."""
     if one[0] != other[0]:
         return one[0] < other[0]
     return one[1] < other[1] * (1 - _LEAST) or (one[1] <= other[1] * (1 + _LEAST) and one[2] < other[2] * (1 - _LEAST))

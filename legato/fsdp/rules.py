@@ -1,4 +1,4 @@
-"""What FSDP2 does with a wrapping: its collectives in order, the time of a step, and the memory at each moment.
+"""The rules of FSDP2 for a wrapping: its collectives in order, the time of a step, and the memory at each moment.
 
 These are the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues work.
 They write a program, which the clock of all programs runs. A piece of work starts after the piece before it in its
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     pieces: list[Piece]
 
     def timeline(self, units: Sequence[Unit], wrapping: Wrapping) -> Timeline:
-        """What one rank does, drawn from the beginning of the forward pass."""
+        """Return one rank's timeline, drawn from the beginning of the forward pass."""
         groups = [", ".join(group.modules) for group in wrapping.groups] + ["root"]
         spans = []
         for piece in self.pieces:
@@ -169,7 +169,7 @@ class _Issued(NamedTuple):
 
 
 class _Shared:
-    """What a group has at some moment of the program."""
+    """The state of a group at some moment of the program."""
 
     def __init__(self) -> None:
         self.pending: int | None = None  # the number of its gather, until its copy out is issued
@@ -231,7 +231,7 @@ class _Rules:
             )
 
     def lane(self) -> list[Action]:
-        """What the compute stream does, and the starts of collectives where they can begin."""
+        """Return the actions of the compute stream, with the starts of collectives where they can begin."""
         starts: dict[int, list[Start]] = defaultdict(list)
         for one in self.collectives:
             starts[one.place] += [Start(one.number)] if one.line != "issue" else []
@@ -274,7 +274,7 @@ class _Rules:
         self._gather(k)
         self._copy_out(k, forward=True)
         if k != self.root and self.wrapping.forward_prefetch:
-            # the groups are in the order of the wrapping, which is that of the forward pass
+            # the groups are in the order of the wrapping, which is the forward pass's
             most = len(self.wrapping.groups)
             for target in range(k + 1, min(k + 1 + self.wrapping.forward_prefetch, most)):
                 self._gather(target)
@@ -319,7 +319,7 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """The bytes of a unit's gradients, unless they are added to those of earlier micro-batches one by one."""
+        """Return the bytes of a unit's gradients, or 0 if they are added one by one to an earlier micro-batch's."""
         k = self.group_of.get(u)  # no group if it has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
@@ -369,7 +369,7 @@ class _Rules:
         self._copy(group.scattered)
         whole = group.gradients
         if state.accumulated and self.upcasts:
-            self._free(group.gradients)  # they are added to those of earlier micro-batches
+            self._free(group.gradients)  # they are added to earlier micro-batches' gradients
             whole = group.scattered
         state.accumulated = False
         self._allocate(group.scattered)
@@ -397,7 +397,7 @@ class _Rules:
         self._wait_for_buffers(0)
 
     def _wait_for_buffers(self, most: int) -> None:
-        """Wait until at most so many reductions are in flight, and free the inputs of the others."""
+        """Wait until at most this number of reductions are in flight, and free the inputs of the others."""
         while len(self.buffers) > most:
             number, nbytes = self.buffers.popleft()
             self._wait(number)

@@ -182,7 +182,8 @@ class Comparison(msgspec.Struct, frozen=True):
         return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
-        """The answer's timeline, with that of one group for each block beside it, for a network in words."""
+        """Return the answer's timeline, with one group for each block as its baseline; `where` is the network in
+        words."""
         chosen, block = self.steps[self.answer], self.steps[0]
         if chosen is None or block is None:
             raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")
@@ -193,13 +194,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def wrapping(self) -> Wrapping:
-        """The answer's, or if that is DDP the one of the fastest row that wraps anything."""
+        """The answer's wrapping, or if that is DDP, the fastest row's that wraps anything."""
         wrapped = [row.wrapping for row in sorted(self.rows, key=lambda row: row.seconds) if row.wrapping is not None]
         return self.rows[self.answer].wrapping or wrapped[0]
 
     @property
     def verdict(self) -> str:
-        """What to do, in one sentence."""
+        """One sentence that says what to do."""
         chosen, block = self.rows[self.answer], next(row for row in self.rows if row.name == BY_BLOCK)
         if chosen is block:
             bound = "" if block.gap is None else f": it is {percent(block.gap)} above the bound for its memory"
@@ -222,16 +223,16 @@ def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Compari
 def compare_traced(
     units: Sequence[Unit], costs: Costs, precision: Precision, traced: Wrapping, update_s: float, node: int | None
 ) -> Comparison:
-    """Time against memory for other groups than those of a trace, whose row is the first one.
+    """Time against memory for groups other than the traced ones, whose row is the first.
 
-    The optimizer takes `update_s` seconds of a step. Memory is that of FSDP2's buffers alone, because a trace does not
-    tell the rest. Rows that are slower and larger than the traced groups are left out.
+    The optimizer takes `update_s` seconds of a step. Memory counts FSDP2's buffers only, because a trace does not tell
+    the rest. Rows that are slower and larger than the traced groups are left out.
     """
     return _Table(units, costs, precision, node, traced.micro_batches, update_s * costs.ranks, traced).compare()
 
 
 def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding, wrapping: Wrapping) -> Program:
-    """What the ranks do in a step under one of the wrappings that `compare` found, for simulations on links."""
+    """Return the program of a step under one of the wrappings that `compare` found, for simulations on links."""
     table = _OfWorkload(workload, cluster, sharding)
     costs, units = table.shared(wrapping.replicas)
     known = {unit.path for unit in units}
@@ -294,7 +295,7 @@ class _Table:
         return [traced, *(row for row in self._plain() if not _as_good(traced, row))]
 
     def _plain(self) -> Iterator[Row]:
-        """What people do without a plan, the simplest first."""
+        """Yield the rows of what people do without a plan, the simplest first."""
         yield self._row(BY_BLOCK, self.chain.wrapping(by_unit(self.chain), BY_BLOCK))
         if self.chain.node is not None:
             name = f"{BY_BLOCK}, resharded to its host"
@@ -375,7 +376,7 @@ class _Table:
 
 
 class _OfWorkload(_Table):
-    """Rows for a workload on a cluster, with those of other ways to share out parameters and gradients."""
+    """Rows for a workload on a cluster, including other ways to share out parameters and gradients."""
 
     def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
         self.workload, self.cluster, self.sharding = workload, cluster, sharding
@@ -474,7 +475,7 @@ def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
 
 
 def _as_good(row: Row, other: Row) -> bool:
-    """Whether a row makes another one needless: as fast, but for a rounding error, in as little memory."""
+    """Return whether a row makes another one needless: it is no slower (but for rounding) and needs no more memory."""
     return row.seconds <= other.seconds * (1 + _ROUNDING) and row.nbytes <= other.nbytes
 
 

@@ -35,7 +35,8 @@ class Fit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, what: str, samples: Sequence[tuple[int, float]], *, waits_known: bool) -> Fit:
-        """Of all that carry the same bytes the median counts, or the fastest where they may wait for late ranks."""
+        """Fit a cost to samples: the median for each number of bytes, or the fastest if they may wait for late
+        ranks."""
         times: dict[int, list[float]] = {}
         for nbytes, seconds in samples:
             if nbytes > 0 and seconds > 0:
@@ -58,7 +59,7 @@ class Fit(msgspec.Struct, frozen=True):
 def compare_groups(
     found: Sharded, *, waits_known: bool, cluster: Cluster | None = None
 ) -> tuple[Comparison, tuple[Fit, ...]]:
-    """The traced groups beside others, and what the collectives cost: as they were fitted, or on another cluster.
+    """Compare the traced groups with others; also return what the collectives cost, as fitted or on another cluster.
 
     Raises `InputError` if the trace lacks what the rules need to know.
     """
@@ -77,7 +78,7 @@ def compare_groups(
 
 
 def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ...]]:
-    """What the job's collectives cost."""
+    """Return the costs of the job's collectives, and how they were fitted."""
     samples = {"all-gather": found.gathers, "reduce-scatter": found.scatters}
     if found.gathers_in_host:
         samples["all-gather of what was resharded to fewer ranks"] = found.gathers_in_host
@@ -87,7 +88,7 @@ def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ..
 
 
 def traced_units(found: Sharded) -> list[Unit]:
-    """The units that groups can hold, and what the root computes before the first group and behind each.
+    """Return the units that groups can hold, and the root's computation before the first group and after each.
 
     A group is one unit. A list of modules whose paths differ in their numbers alone is one for each, of the same size.
     """

@@ -18,7 +18,7 @@ __all__ = ["Precision", "Unit", "units_of"]
 
 #: More units are not looked at: each of them costs FSDP2's host a millisecond a step.
 _MOST_UNITS = 2000
-#: A component of a name that numbers a block: `3` in torch's names, `layer3` in those of the zoo.
+#: A component of a name that numbers a block: `3` in torch's names, `layer3` in the zoo's names.
 _NUMBERED = {".": re.compile(r"\d+"), "/": re.compile(r"\D*\d+")}
 
 
@@ -34,12 +34,12 @@ class Precision(NamedTuple):
 class Unit(NamedTuple):
     """A module that runs once in a step, and that no wrapping divides.
 
-    `gathered` are the bytes of its parameters in an all-gather, `gradients` those of its gradients as computed, and
-    `scattered` those of its gradients in a reduce-scatter; the last two are 0 if it is frozen. `named` is its place
-    in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in the
-    backward pass. What is `rooted` can only be held by the root: it shares parameters with another unit, runs
-    more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to its output,
-    so that a list may end with it.
+    `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
+    `scattered` the same in a reduce-scatter; the last two are 0 if it is frozen. `named` is its place in
+    `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in the backward
+    pass. What is `rooted` can only be held by the root: it shares parameters with another unit, runs more than once or
+    not as a whole, or contains other units. `ends` says whether a gradient comes back to its output, so that a list may
+    end with it.
     """
 
     path: str
