@@ -51,7 +51,7 @@ _TRIES = 64
 
 
 class Header(msgspec.Struct):
-    """The fields beside the array of events, and how many values in it were not JSON."""
+    """The fields next to the array of events, and how many values in it were not JSON."""
 
     distributed: dict[str, Any] = msgspec.field(default_factory=dict, name="distributedInfo")
     repaired: int = 0
@@ -70,7 +70,7 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
 
 
 def _repaired(data: bytes) -> tuple[bytes, int]:
-    """What a profiler meant (see the note above), and how many values were changed."""
+    """Return the bytes that a profiler meant (see the note above), and how many values were changed."""
     changed = 0
     for begins, ends in (_NAME, _STRING):
         parts, at = [], 0
@@ -137,7 +137,7 @@ class _Reader(Generic[Event]):
         return self._last()
 
     def _last(self) -> list[Event]:
-        """The events of all that is left, and the fields behind them."""
+        """Return the remaining events; also read the fields after them."""
         if not self._in_object:
             return list(self._decode(b"[" + self._rest, self._events))
         tail = self._decode(b'{"":[' + self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))

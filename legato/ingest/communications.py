@@ -18,7 +18,7 @@ from legato.ingest.traced import Notes, TracedTransfer
 
 __all__ = ["Joint", "Transfers", "check", "communications", "matched", "numbered"]
 
-#: Those of each rank, in the order in which it issues them.
+#: The transfers of each rank, in the order in which it issues them.
 Transfers: TypeAlias = Mapping[int, Sequence[TracedTransfer]]
 
 #: Operations of NCCL that cost what one of a `Program` costs.
@@ -45,7 +45,7 @@ class Joint(NamedTuple):
     parts: dict[int, int]
 
     def of(self, transfers: Transfers) -> dict[int, TracedTransfer]:
-        """What it is on each of its ranks."""
+        """Return its transfer on each of its ranks."""
         return {rank: transfers[rank][number] for rank, number in self.parts.items()}
 
 
@@ -182,7 +182,7 @@ def _named(purpose: str) -> str:
 
 
 def _described(operation: str, group: tuple[int, ...], number: int) -> str:
-    """What a trace tells of a communication whose group has no name: what it is, and of which ranks."""
+    """Return a name for a communication whose group has none: what it is, and of which ranks."""
     what = operation.replace("_", "-")
     if operation == "send":
         return what

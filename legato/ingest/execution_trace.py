@@ -125,7 +125,7 @@ def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 
 def is_graph(path: Path) -> bool:
-    """Whether a file is an execution trace, which has nodes; a profiler trace names its events near the beginning."""
+    """Return whether a file is an execution trace (has nodes); a profiler trace names its events near the beginning."""
     head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)

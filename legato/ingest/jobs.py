@@ -28,7 +28,7 @@ class _Job:
     files: dict[int, list[Path]] = field(default_factory=dict)
 
     def takes(self, trace: Marks) -> bool:
-        """Whether a trace can be of this job: it has the same number of ranks, and not yet this one."""
+        """Return whether a trace can be of this job: it has the same number of ranks, and not yet this one."""
         same = trace.workers is None or self.workers is None or trace.workers == self.workers
         return same and (trace.rank or 0) not in self.files
 

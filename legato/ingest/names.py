@@ -62,7 +62,7 @@ _TRANSFERS = tuple(
         (rf"^(?:{COMMUNICATION}|(?!aten|torch|autograd|fsdp)\w+::\w*(?:{_COLLECTIVES})\w*)$", None),
     )
 )
-#: Copies, and what is launched beside a collective and computes.
+#: Copies, and what is launched together with a collective and computes.
 _COMPUTES = re.compile(r"Mem(?!cpy PtoP)|.*checkForNaN", re.IGNORECASE)
 _LIKE_TRANSFERS = re.compile(rf"{_COLLECTIVES}|send_?recv|broadcast_?ring|p2p|peer_?to_?peer|symm_?mem|PtoP", re.I)
 
@@ -84,7 +84,7 @@ def collective_kind(name: str) -> str | None:
 
 
 class Transfers:
-    """What moves data between devices, by name: what the table above has, and what a user adds to it.
+    """The names of what moves data between devices: the table above, and what a user adds to it.
 
     `added` are texts `PATTERN=COLLECTIVE`: kernels, operators and marks whose names match the regular expression are
     of this collective, such as `all-reduce`. Raises `InputError` for any other text.
@@ -95,20 +95,20 @@ class Transfers:
         self.known = lru_cache(2**16)(self._known)
 
     def _known(self, name: str) -> bool:
-        """Whether a kernel of this name moves data, or an operator of this name launches such kernels."""
+        """Return whether a kernel of this name moves data, or an operator of this name launches such kernels."""
         found = any(pattern.search(name) for pattern, _ in _TRANSFERS)
         return (found and _COMPUTES.match(name) is None) or self.is_added(name)
 
     def is_added(self, name: str) -> bool:
-        """Whether the user says that this is a transfer."""
+        """Return whether the user says that this is a transfer."""
         return any(pattern.search(name) for pattern, _ in self.added)
 
     def can_be(self, kernel: str) -> bool:
-        """Whether a kernel is a transfer if a collective's operator or mark launches it."""
+        """Return whether a kernel is a transfer if a collective's operator or mark launches it."""
         return _COMPUTES.match(kernel) is None
 
     def suspects(self, kernel: str) -> bool:
-        """Whether a kernel that is not known to move data has a name like those that do."""
+        """Return whether a kernel that is not known to move data is named like kernels that do."""
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
@@ -140,7 +140,7 @@ def element_bytes(name: str | None) -> int | None:
 
 
 def is_integer(name: Any) -> bool:
-    """Whether a type called `long int`, `Int`, `uint8`, ... has whole numbers, which no gradient consists of."""
+    """Return whether a type called `long int`, `Int`, `uint8`, ... has whole numbers, which no gradient consists of."""
     plain = name.lower().removeprefix("c10::") if isinstance(name, str) else ""
     return plain in _ELEMENT_BYTES and re.search("float|double|half|complex", plain) is None
 

@@ -28,18 +28,16 @@ _TEST = re.compile(
 _NUMBER = r"[0-9]{1,12}(\.[0-9]+)?"
 _HEADING = re.compile(r"#\s+(?=size\s+count\s)")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
-#: How far the ratio of the two bandwidths in a table may be from that of an all-reduce, which both are rounded for.
+#: How far the ratio of the two bandwidths in a table may be from an all-reduce's, because both are rounded.
 _ROUNDED = 0.05
 
 
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
-    """Fit the cost of an all-reduce to those of a job's traces, in the group that shares gradients if they tell it.
+    """Fit the cost of an all-reduce to a job's traced ones, in the group that shares gradients if the traces tell it.
 
-    Of all that carry the same bytes the median counts, without their waits for
-    late ranks. If these are not known, the fastest counts, because they only add
-    to its time. `workers` is used if the traces do not tell their number. Raises
-    `InputError` if they have no all-reduce whose size is known, or if nothing
-    tells the number of workers.
+    For each number of bytes the median counts, without waits for late ranks. If the waits are not known, the fastest
+    counts, because waits only add to its time. `workers` is used if the traces do not tell their number. Raises
+    `InputError` if they have no all-reduce whose size is known, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
     group = imported.gradients_group
@@ -59,7 +57,7 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
 
 def doubt(cluster: Cluster) -> str:
-    """Why a cost that was fitted to a trace is not that of a network; "" if it can be.
+    """Return why no network can have the cost that was fitted to a trace; "" if one can.
 
     A tree of n workers takes 2 log(n) steps, and a ring 2(n-1), in which each worker sends 2(n-1)/n of the bytes.
     """
@@ -139,7 +137,7 @@ def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | N
 
 
 def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:
-    """The sizes and times of a table, whose results have to be right and those of an all-reduce."""
+    """Return the sizes and times of a table, whose results have to be right and an all-reduce's."""
     rows = [row for line in lines if (row := _row(line, heading)) is not None]
     for nbytes, _, right, _ in rows:
         if not right:

@@ -34,7 +34,7 @@ from legato.ingest.traced import Imported, Notes
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
 
 _COLUMNS = ("time_s", "parameter", "size_bytes", "source", "destination")
-#: Running statistics, which are sent beside the gradients but are not learned.
+#: Running statistics, which are sent with the gradients but are not learned.
 _STATISTICS = re.compile(r"moving_(mean|variance)|running_(mean|var)\b|num_batches_tracked")
 _SERVER = re.compile(r"(^|[^a-z])(ps|server|parameter_?server)s?(?![a-z])", re.IGNORECASE)
 
@@ -50,12 +50,12 @@ class Send(NamedTuple):
 
     @property
     def aggregates(self) -> bool:
-        """Whether it goes from a worker to a server."""
+        """Return whether the transfer goes from a worker to a server."""
         return bool(_SERVER.search(self.destination)) and not _SERVER.search(self.source)
 
     @property
     def distributes(self) -> bool:
-        """Whether it goes from a server to a worker."""
+        """Return whether the transfer goes from a server to a worker."""
         return bool(_SERVER.search(self.source)) and not _SERVER.search(self.destination)
 
 

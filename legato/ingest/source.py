@@ -43,7 +43,7 @@ MOST_BYTES = 2**30
 
 
 def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
-    """The files, and those of folders: all with names that end as traces do, in order. Raises `FileError` for none.
+    """Return the files, with a folder's in its place: all whose names end as traces do. Raises `FileError` for none.
 
     What legato itself has written into a folder is left out, with a line to `say`.
     """
@@ -64,7 +64,7 @@ def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether legato has written this file: a workload, a plan and so on, or a trace for Perfetto."""
+    """Return whether legato has written this file: a workload, a plan and so on, or a trace for Perfetto."""
     with path.open("rb") as file:
         begins = file.read(_EDGE_BYTES)
         file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))

@@ -61,9 +61,9 @@ class Sent(NamedTuple):
 class TracedTransfer:
     """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
 
-    `nbytes` are those that this rank gives to it. `ranks` take part; `group` has those of its process group, and
-    `purpose` what the program calls this (empty if unknown); `peer` is the other rank of a send or receive, and `parts`
-    are those that one kernel carries out together. Those of one `stream` run one after another.
+    `nbytes` are the bytes that this rank contributes. `ranks` take part; `group` has the ranks of its process group,
+    and `purpose` what the program calls this (empty if unknown); `peer` is the other rank of a send or receive, and
+    `parts` are the collectives that one kernel carries out together. Collectives of one `stream` run one after another.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Gradient:
 
 @dataclass
 class Notes:
-    """What a trace lacks, and what the importer assumes instead; each line once."""
+    """Notes of what a trace lacks, and of what the importer assumes instead; each line once."""
 
     missing: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
@@ -176,7 +176,7 @@ class RankMeasure:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """What one call of `fully_shard` (FSDP2) does in a step, with the bytes of all ranks; the root has no modules.
+    """The work of one call of `fully_shard` (FSDP2) in a step, with the bytes of all ranks; the root has no modules.
 
     `reshard` is what `reshard_after_forward` seems to be: False if it was not gathered in the backward pass. It is
     gathered as many groups `ahead` of its own hook in the forward pass, and in the backward pass. `gathers` and
@@ -201,7 +201,7 @@ class Sharded:
     """The groups of FSDP2 in the order of the forward pass, and what they cost.
 
     Times are medians over the steps, of one micro-batch. `root_s` are the (forward, backward) times of what no group
-    holds, before the first group and behind each. The samples (bytes of all ranks, seconds) are all-gathers over
+    holds, before the first group and after each. The samples (bytes of all ranks, seconds) are all-gathers over
     `ranks`, over fewer of them, and reduce-scatters. `odd` is what the rules of FSDP2 do not cover, or "".
     """
 
@@ -234,14 +234,12 @@ class Whole:
 class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
-    `workload` is None if the trace lacks what a plan needs; `lacking` says what.
-    The workload is that of `rank`; `others` are those of the other steps that were
-    read. `ranks` are the measurements of the step that the workload and the timeline
-    show, `steps` those of all steps that were read. `transfers` are the collectives of
-    these steps on that rank. `workers` is the number of the job's workers, and `plan`
-    what the step sent; both are None if the trace does not tell. Without `on_device`
-    the host computes itself. `fsdp` tells that FSDP shards the job, and `sharded` has
-    the groups of FSDP2. `whole` is what all ranks compute and send.
+    `workload` is None if the trace lacks what a plan needs; `lacking` says what. The workload describes `rank`;
+    `others` are the workloads of the other steps that were read. `ranks` are the measurements of the step that the
+    workload and the timeline show, `steps` the measurements of all steps that were read. `transfers` are the
+    collectives of these steps on that rank. `workers` is the number of the job's workers, and `plan` what the step
+    sent; both are None if the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
+    shards the job, and `sharded` has the groups of FSDP2. `whole` is what all ranks compute and send.
     """
 
     workload: Workload | None
@@ -262,7 +260,7 @@ class Imported:
 
     @property
     def replicas(self) -> int | None:
-        """The workers that share gradients: those of their group where the trace tells one, else all of the job."""
+        """The number of workers that share gradients: their group's where the trace tells one, else the whole job's."""
         group = self.gradients_group
         return len(group) if group else self.workers
 

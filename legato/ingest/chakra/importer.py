@@ -1,14 +1,12 @@
 """Imports Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
 
 [Note: what is taken from a graph]
-A trace of a GPU has nodes of the host (`is_cpu_op`) beside those of the device.
-The device's nodes are the computation; the host's nodes only tell which thread
-launched them. Converters let a kernel depend on host operators and not on the
-kernels that made its inputs, so kernels keep their order. Without a device, the
-host's nodes are the computation. Nodes are ordered by their data dependencies,
-and by their control dependencies if these are sound; ties are broken by id.
-Converters write control dependencies on nodes that are not in the file, and of
-nodes on themselves; then they only tell which host operator launched a kernel.
+A trace of a GPU has nodes of the host (`is_cpu_op`) and of the device. The device's nodes are the computation; the
+host's nodes only tell which thread launched them. Converters let a kernel depend on host operators and not on the
+kernels that made its inputs, so kernels keep their order. Without a device, the host's nodes are the computation. Nodes
+are ordered by their data dependencies, and by their control dependencies if these are sound; ties are broken by id.
+Converters write control dependencies on nodes that are not in the file, and of nodes on themselves; then they only tell
+which host operator launched a kernel.
 
 A gradient is an all-reduce or reduce-scatter; it is ready after the last
 backward op on which it depends. Its readers are the forward ops that depend on
@@ -53,7 +51,7 @@ _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
 def import_chakra(
     paths: Sequence[Path], *, name: str | None = None, rank: int | None = None, progress: Progress | None = None
 ) -> Imported:
-    """Import the `.et` files of one or more ranks; the workload is that of one of them.
+    """Import the `.et` files of one or more ranks; the workload describes one of these ranks.
 
     Raises `FileError` when a file is not a Chakra trace or its dependencies have
     a cycle, and `InputError` when there is no such rank.

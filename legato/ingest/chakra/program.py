@@ -1,9 +1,9 @@
 """The program of a job from the Chakra graphs of all ranks.
 
-A rank computes its nodes in the order of their dependencies, with ties broken by id. It starts a communication when all
-is computed on which it depends, and those of one group in their order. A node waits for the communications on which it
-depends, directly or through nodes without computation. At the end of its graph, a rank waits for all that nothing else
-has waited for.
+A rank computes its nodes in the order of their dependencies, with ties broken by id. It starts a communication when
+everything is computed on which it depends; communications of one group start in order. A node waits for the
+communications on which it depends, directly or through nodes without computation. At the end of its graph, a rank waits
+for all communications that nothing else has waited for.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[i
 
 
 def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Joint]) -> list[Action]:
-    """What a rank does; `numbers` are those of its communications by node. Those of one group run in turn anyway."""
+    """Return what a rank does; `numbers` has its communications by node. Communications of one group run in turn
+    anyway."""
     result: list[Action] = []
     needs: dict[int, set[int]] = {}  # the communications that a node needs, and nothing before it has waited for
     waited: set[int] = set()

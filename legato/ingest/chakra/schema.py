@@ -1,8 +1,7 @@
 """The messages of a Chakra execution trace as protobuf classes.
 
-The field numbers are those of MLCommons Chakra's `et_def.proto`. A file holds
-one `GlobalMetadata`, then `Node`s. The descriptor is built in Python, so no
-generated module and no protobuf compiler is needed.
+The field numbers are taken from MLCommons Chakra's `et_def.proto`. A file holds one `GlobalMetadata`, then `Node`s. The
+descriptor is built in Python, so no generated module and no protobuf compiler is needed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ On the host, `fully_shard` marks the hooks of each group (`FSDP::pre_forward (la
 does itself (`FSDP::all_gather (layers.0)`). What the host launches from a group's pre-forward hook to its post-forward
 hook, or from its pre-backward hook until it reduces, is the group's computation; of groups inside of others, the
 innermost counts. What no group holds is the root's, whose marks name no module. The hook of a list of modules runs
-before each of them, but its name has them in the order of `named_modules()`.
-Time in which a device waits for its host counts with the computation behind it, because no groups change it.
+before each of them, but its name has them in the order of `named_modules()`. Time in which a device waits for its host
+counts with the computation after it, because no groups change it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Mark(NamedTuple):
 
 
 class _State(NamedTuple):
-    """From some moment on: FSDP's own work, the group whose hook ran last, and the group that computes.
+    """The state from some moment on: FSDP's own work, the group whose hook ran last, and the group that computes.
 
-    `part` is the number of the module in that group, or the number of the group that the root's computation is behind
-    (-1 for none).
+    `part` is the number of the module in that group, or the number of the group after which the root computes (-1 for
+    none).
     """
 
     own: _Mark | None
@@ -65,9 +65,9 @@ class _Sent(NamedTuple):
 
 
 def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sharded | None:
-    """The groups of a step, with median times of all steps that are like it; None without marks of FSDP2.
+    """Return the groups of a step, with median times of all steps that are like it; None without marks of FSDP2.
 
-    The steps are those of one rank, before they are trimmed.
+    The steps belong to one rank, and are not trimmed yet.
     """
     walks = [_Walk(step, workers or 1) for step in steps]
     mine = walks[chosen]
@@ -186,7 +186,7 @@ class _Walk:
             self.states.append(_State(own[-1] if own else None, hook, path, opened.get(path, behind)))
 
     def _begin(self, mark: _Mark, opened: dict[str, int], behind: int) -> int:
-        """Open or close a group, and return the group that the root's computation is behind from now on."""
+        """Open or close a group, and return the group after which the root computes from now on."""
         what, path, backward = mark.what, mark.path, self._backward(mark.start_s)
         if what == "root_pre_forward" and not backward:
             self.batches += 1

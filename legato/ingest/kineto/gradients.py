@@ -1,15 +1,13 @@
 """The gradients of a traced step: their sizes, when they are ready, and which ops read the parameters.
 
 [Note: a parameter has no name in a trace]
-For each parameter, PyTorch records one `AccumulateGrad` operator in the backward
-pass. Its shape, if shapes were recorded, is that of the parameter. The autograd
-node that ran just before it has a sequence number, and the forward operator with
-the same number read the parameter. DDP's hook runs inside that operator, so the
-gradient is ready to be sent after everything launched before its end and before
-the collective. Without shapes, the copies from the buckets back to the gradients
-(`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in
-the order in which their gradients became ready. For each bucket, the sizes must
-add up to the bytes that were sent; otherwise the bucket becomes one tensor.
+For each parameter, PyTorch records one `AccumulateGrad` operator in the backward pass. Its shape, if shapes were
+recorded, is the parameter's. The autograd node that ran just before it has a sequence number, and the forward operator
+with the same number read the parameter. DDP's hook runs inside that operator, so the gradient is ready to be sent after
+everything launched before its end and before the collective. Without shapes, the copies from the buckets back to the
+gradients (`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in the order in which their
+gradients became ready. For each bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes
+one tensor.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _DIGITS = 10
 
 
 class Graph(Protocol):
-    """What an execution trace knows about the profiler trace of the same steps."""
+    """An execution trace, which knows more about the profiler trace of the same steps."""
 
     def describe(self, trace: Trace) -> None:
         """Give the operators the shapes that the profiler did not record. Raises `FileError` for another process."""
@@ -91,7 +91,7 @@ def import_kineto(
         _note_repairs(marks, notes)
     every = [_measured(whole, traces, notes) for whole in read_steps]
     chosen = _longest([step.measures for step in every]) if rank is None else rank
-    if chosen != first:  # its events are needed now; those of all ranks at a time might not fit into memory
+    if chosen != first:  # its events are needed now; the events of all ranks at a time might not fit into memory
         again = read(chosen, [step.whole[chosen].interval for step in every])
         for whole, trimmed, _ in every:
             trace = again[whole[chosen].interval.name].trace
@@ -107,7 +107,7 @@ def _on_all_ranks(
     ranks: Iterable[int],
     wanted: list[HostInterval],
 ) -> list[dict[int, TracedStep]]:
-    """Those wanted steps that all ranks have; only the first rank's keep their events."""
+    """Return the wanted steps that all ranks have; only the first rank's keep their events."""
     steps_of: dict[int, dict[str, TracedStep]] = {}
     for r in sorted(ranks, key=lambda r: (r != first, r)):
         found = read(r, wanted)
@@ -125,7 +125,7 @@ def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Not
 def _imported(
     title: str, every: list[_Step], chosen: int, workers: int | None, graph: Graph | None, notes: Notes, keep_idle: bool
 ) -> Imported:
-    """All that is known of the chosen rank's step of median length, and of the other steps beside it."""
+    """Return all that is known of the chosen rank's step of median length, and of its other steps."""
     lengths_s = [step.whole[chosen].length_s for step in every]
     number = lengths_s.index(statistics.median_low(lengths_s))
     whole, steps, measures = every[number]
@@ -236,7 +236,7 @@ def _steps(
 
 
 def _lasts(step: TracedStep, events: Sequence[TracedOp | TracedTransfer]) -> bool:
-    """Whether a step takes time, and one of its events does."""
+    """Return whether a step takes time, and one of its events does."""
     return step.length_s > 0 and any(event.end_s > event.start_s for event in events)
 
 
@@ -387,7 +387,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
             (transfer.began_s, transfer.end_s)
         )
-    for kind, start, end in step.foreign_transfers:  # those of the next step, since a step lasts until its own end
+    for kind, start, end in step.foreign_transfers:  # the next step's, since a step lasts until its own end
         by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
@@ -439,7 +439,7 @@ def _of_kind(
 
 
 def _beyond(whole_s: float, part_s: float) -> float:
-    """What is left of a time; 0 if that is a rounding error."""
+    """Return the rest of a time; 0 if it is a rounding error."""
     return whole_s - part_s if whole_s - part_s > _ROUNDING_S else 0.0
 
 
@@ -460,9 +460,9 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: RankMeasure) -> Timeline:
-    """The step on all ranks, the chosen one first, as a period that begins with the backward pass.
+    """Return the step on all ranks, the chosen one first, as a period that begins with the backward pass.
 
-    The ranks' clocks are aligned by the ends of the collectives. The forward pass follows, as that of the next step.
+    The ranks' clocks are aligned by the ends of the collectives. The forward pass follows, as the next step's.
     """
     reference = steps[chosen]
     start_s = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)

@@ -76,7 +76,8 @@ class Nodes:
         self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(FSDP))
 
     def own(self, activity: Activity) -> bool | None:
-        """Whether a node of autograd issued a collective for its own computation; None if a whole graph issued it."""
+        """Return whether an autograd node issued a collective for its own computation; None if a whole graph issued
+        it."""
         at = activity.thread, activity.host_s
         node = _innermost(self._nodes, self._trace.operator, *at)
         name = "" if node is None else self._trace.named(self._trace.operator, node)

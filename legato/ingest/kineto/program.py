@@ -1,12 +1,12 @@
-"""The program of a traced job: what each rank computes, sends and waits for in one step.
+"""The program of a traced job: what each rank computes and sends in one step, and when it waits.
 
 [Note: what waits for a communication]
 A trace tells when a rank computes and when it communicates, and seldom what waits for what. Where a device is idle
-although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them. A
-communication that ends earlier may be waited for by whatever begins later. It is taken that gradients are waited for by
-the optimizer, and everything else by the first op that was launched after it and begins when it has ended: on a slower
-network no op can wait earlier than that one. One that ends when the step has ended is not waited for in it. All other
-idle time stays as it was.
+although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them.
+Whatever begins later may wait for a communication that ends earlier. It is assumed that the optimizer waits for
+gradients, and that the first op that was launched after any other communication, and begins when it has ended, waits
+for it: on a slower network no op can wait earlier than this one. Nothing in a step waits for a communication that ends
+after the step. All other idle time stays as it was.
 
 [Note: when a communication is started]
 Its kernel begins when the host has launched it, when what was computed before has ended, and when the stream has
@@ -71,7 +71,7 @@ def program(
 
 
 def _has_groups(steps: Mapping[int, TracedStep], number: int) -> bool:
-    """Whether a rank communicates with fewer than all `number` ranks."""
+    """Return whether a rank communicates with fewer than all `number` ranks."""
     return any(t.group and len(t.group) < number for own in transfers_of(steps).values() for t in own)
 
 
@@ -101,7 +101,7 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
 
 
 def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
-    """What to add to the times of each rank, so that communications end at the same time on all of their ranks.
+    """Return what to add to the times of each rank, so that communications end at the same time on all their ranks.
 
     Ranks that share none, even through others, begin at the same time.
     """
@@ -148,7 +148,7 @@ class _Walk:
         self.sums = [0.0, *itertools.accumulate(end - start for start, end in self.busy)]
 
     def actions(self, late_s: float) -> list[Action]:
-        """What the rank does, after it has begun `late_s` after the first one."""
+        """Return what the rank does if it begins `late_s` after the first one."""
         starts = self._starts()
         result: list[Action] = [Compute(late_s, "late")] if late_s > ROUNDING_S else []
         now = self.step.begin_s
@@ -170,7 +170,7 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Whether a start is one that cannot begin before the end of what is awaited meanwhile."""
+        """Return whether the communication cannot start before the one that the pause awaits has ended."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
@@ -204,7 +204,7 @@ class _Walk:
             queued = ready < done.get(transfer.stream, -math.inf) <= transfer.start_s + ROUNDING_S
             done[transfer.stream] = transfer.end_s
             moment = max(ready if queued else transfer.start_s, step.begin_s, latest.get(transfer.group, -math.inf))
-            latest[transfer.group] = moment  # those of one group keep their order
+            latest[transfer.group] = moment  # a group's starts keep their order
             if transfer.kind != "recv":
                 found.append((moment, number))
         return deque(sorted(found, key=lambda start: start[0]))
@@ -237,7 +237,7 @@ class _Walk:
         return sorted(found)
 
     def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
-        """When a communication is waited for that ends while something is computed."""
+        """Return when the rank waits for a communication that ends while something is computed."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
         ended = transfer.end_s - ROUNDING_S
         if transfer.carries_gradients:

@@ -60,7 +60,7 @@ ROUNDING_S = 4e-10
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What happened on one rank in one step.
+    """One step on one rank, as it was traced.
 
     `sending` is the backward pass whose gradients are sent, where that is known.
     `host_s[i]` and `thread[i]` are the time and the thread at which the host
@@ -188,11 +188,11 @@ def _together(
 def _of_gradients(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described], phases: Phases
 ) -> list[bool]:
-    """Whether each collective can carry gradients, if it is issued in the backward pass.
+    """Return whether each collective can carry gradients, if it is issued in the backward pass.
 
-    Not gradients are integers, what a node of autograd sums for itself, and losses and norms, which have less than half
-    of the bytes of the smallest parameter (a gradient in 16 bits has half of them). An all-reduce within a compiled
-    graph carries gradients if its bytes are those of parameters.
+    These are no gradients: integers, what a node of autograd sums for itself, and losses and norms, which have less
+    than half of the bytes of the smallest parameter (a gradient in 16 bits has half). An all-reduce within a compiled
+    graph carries gradients if its bytes equal the bytes of parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 
@@ -210,7 +210,7 @@ def _of_gradients(
 
 
 def _parameter_sizes(trace: Trace, interval: HostInterval) -> list[int]:
-    """The bytes of the parameters of a step, in the order of their gradients; empty if those of some are unknown."""
+    """Return the bytes of a step's parameters, in the order of their gradients; empty if some sizes are unknown."""
     columns = trace.operator
     first, last = np.searchsorted(columns.start, (interval.start_s, interval.end_s))
     found = [columns.detail(i) for i in range(int(first), int(last)) if trace.named(columns, i) == ACCUMULATE]
@@ -220,7 +220,7 @@ def _parameter_sizes(trace: Trace, interval: HostInterval) -> list[int]:
 
 
 def _add_up(sizes: Sequence[int], wanted: int) -> bool:
-    """Whether the sizes of some successive parameters add up to `wanted`."""
+    """Return whether the sizes of some successive parameters add up to `wanted`."""
     sums = set(itertools.accumulate(sizes, initial=0))
     return any(total - wanted in sums for total in sums)
 
@@ -255,7 +255,7 @@ def _extent(
 
 
 def trim(step: TracedStep) -> TracedStep:
-    """The step with its ops on one stream: time in which ops overlap counts once, and gaps are those of the host.
+    """Return the step with its ops on one stream: time in which ops overlap counts once, and the host causes the gaps.
 
     Collectives that carry no gradients become ops; the time for which they wait for late ranks does not count.
     The gap after the last op belongs to the first, as if the step before had been like this one.

@@ -1,2 +1,2 @@
-"""What a file of the profiler says: `events` reads those of one step into `columns`, and `activities` tells
-computations from collectives."""
+"""A file of the profiler: `events` reads one step's events into `columns`, and `activities` tells computations from
+collectives."""

@@ -143,7 +143,7 @@ def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
 
 
 def _on_host(trace: Trace) -> bool:
-    """Whether the host carries out the collectives, also those of a device that computes."""
+    """Return whether the host carries out the collectives, even if a device computes."""
     if not len(trace.device):
         return True
     marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
@@ -269,9 +269,9 @@ def device_free_at(trace: Trace, start_s: float) -> float:
 def foreign(
     trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
 ) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
-    """The times (start, end) of computations, and (kind, start, end) of collectives, between `begin_s` and `until_s`.
+    """Return (start, end) of computations, and (kind, start, end) of collectives, between `begin_s` and `until_s`.
 
-    Without those that the host launched from `start_s` to `end_s`. The times of computations are those of a device.
+    What the host launched from `start_s` to `end_s` is left out. Only a device's computations count.
     """
 
     def of_others(activity: Activity) -> bool:
@@ -349,7 +349,7 @@ def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...
 
 
 def describe(trace: Trace, activity: Activity) -> Described:
-    """What a collective is.
+    """Return a description of a collective.
 
     It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
     `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
@@ -407,5 +407,5 @@ def _peer(args: Arguments) -> int:
 
 
 def _purpose(trace: Trace, args: Arguments) -> str:
-    """What the program says that the process group of a collective is for."""
+    """Return what the process group of a collective is for, as the program says."""
     return trace.marks.groups.get(str(args.group), ("", ()))[0] or one_line(str(args.purpose or ""))

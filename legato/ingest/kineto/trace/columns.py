@@ -120,7 +120,7 @@ class EventColumns:
         self._details: list[Arguments] = []
 
     def wants(self, start: float, end: float) -> bool:
-        """Whether an event with these times has to be added."""
+        """Return whether an event with these times has to be added."""
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:

@@ -49,9 +49,10 @@ _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _MARKS = re.compile(rf"{_STEP}|{_UPDATE}|{COLLECTIVE_NAME.pattern}")
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
-#: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
+#: Categories, in lower case. Categories of one word, and marks among the operators, are from profilers before 2022.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: Fewer events than one in so many of a rank's own are no other rank's, and can be wrong where the rest is right.
+#: If there is fewer than one event for this number of a rank's own, these belong to no other rank, and can be wrong
+#: where the rest is right.
 STRAY = 20
 #: An event that begins so long before one that was launched earlier has a wrong time.
 _MISPLACED_S = 0.1
@@ -86,7 +87,7 @@ class Marks:
     repeats: int = 0  # events that are in the file again
     misplaced: int = 0  # events far from where the order of launches has them
     late: int = 0  # kernels that began before their launch
-    behind_s: float = 0.0  # by how much the clock of the device is behind that of the host, at least
+    behind_s: float = 0.0  # by how much the clock of the device lags the host's, at least
     repaired: int = 0  # values that were no JSON
     processes: set[int] = field(default_factory=set)  # of the host
     devices: Counter[str] = field(default_factory=Counter)  # events by device
@@ -103,7 +104,7 @@ class Marks:
 class Trace:
     """The events of one step of one rank.
 
-    The links of `device` and `launch` are correlation numbers, those of `operator` are sequence numbers.
+    The links of `device` and `launch` are correlation numbers, the links of `operator` sequence numbers.
     """
 
     marks: Marks
