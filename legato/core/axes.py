@@ -20,7 +20,7 @@ __all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What can be chosen about a network or a fabric."""
+    """A property of a network or a fabric that can be chosen."""
 
     name: str  # of the option
     help: str
@@ -39,7 +39,7 @@ class Axis:
     column: str = ""  # the head of its column; a sweep takes several values only where there is one
     repeated: bool = False  # several values are given one by one, as commas are part of a value
     write: Callable[[Any], str] = str
-    words: str = ""  # in titles, with the value in the place of {} and a plural in that of {s}; by default nothing
+    words: str = ""  # in titles: {} becomes the value, and {s} a plural; by default nothing
     title: str = ""  # along the axis of a plot; by default the head of the column
     more_is_better: bool | None = None  # whether more should make iterations faster, slower (False), or neither
 

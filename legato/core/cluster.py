@@ -1,4 +1,4 @@
-"""What the network can do: measured, or derived from a bandwidth and a latency."""
+"""The costs of a network: measured, or derived from a bandwidth and a latency."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _last_rate(points: Sequence[tuple[float, float]]) -> float:
-    """The seconds per byte behind the last point."""
+    """Return the seconds per byte beyond the last point."""
     (x, y), (later, longer) = points[-2:]
     return (longer - y) / (later - x)
 
@@ -223,7 +223,7 @@ def _halved(cost: LinearCost) -> LinearCost:
 
 
 def _flat(cost: LinearCost) -> LinearCost:
-    """What the smallest message costs, for all messages."""
+    """Return a cost at which every message takes as long as the smallest one."""
     return LinearCost(cost.startup_s, 0.0)
 
 
@@ -236,7 +236,7 @@ BACKENDS = ("any", "gloo", "nccl")
 
 
 def carries_out(backend: str, collective: str) -> bool:
-    """Whether a backend of torch carries out a collective: its own, or a ring in whatever way it has.
+    """Return whether a backend of torch carries out a collective: its own, or a ring in whatever way it has.
 
     Over gloo, legato itself carries out the others.
     """
@@ -273,14 +273,12 @@ def _parameter_server(
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What messages and computation take from each other where the same processor does both.
+    """The time that messages and computation take from each other where the same processor does both.
 
-    If workers compute all the while that a message of n bytes is in flight, it
-    takes `delay.cost(n)` seconds longer, and `overhead.cost(n)` seconds of the
-    processor are lost to computation (the overhead o of LogP, per message, and
-    that of LogGPO, per byte). Of a message that is in flight beside computation
-    for a part of its way, the same part counts. `pack_s_per_byte` is the time
-    that the worker spends on copying a byte of a gradient into its message.
+    If workers compute all the while that a message of n bytes is in flight, it takes `delay.cost(n)` seconds longer,
+    and `overhead.cost(n)` seconds of the processor are lost to computation (the overhead o of LogP, per message, and of
+    LogGPO, per byte). If a message is in flight during computation for a part of its way, the same part counts.
+    `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its message.
     """
 
     delay: LinearCost
@@ -478,7 +476,7 @@ class Cluster(
         )
 
     def for_backend(self, backend: str) -> Cluster:
-        """Return the cluster with those of its collectives alone that a backend carries out; servers need none.
+        """Return the cluster with only the collectives that a backend carries out; servers need no backend.
 
         Raises `InputError` if it has none of them, or on an unknown backend.
         """
@@ -498,7 +496,7 @@ class Cluster(
 
     @property
     def has_floors(self) -> bool:
-        """Whether the smallest messages of a cost take longer than its line says."""
+        """Return whether the smallest messages of a cost take longer than its line says."""
         measured = (cost for costs in self.depths.values() for cost in costs.values())
         beside = [] if self.contention is None else [self.contention.delay, self.contention.overhead]
         return any(
@@ -521,7 +519,7 @@ class Cluster(
     def least_costs(self) -> list[LinearCost]:
         """Return costs without floors; no message, of any collective and depth, takes less than the lowest of them.
 
-        Chunks can hide the reduction behind the transfer, but nothing else, and the second half of a message adds
+        Chunks can hide the reduction during the transfer, but nothing else, and the second half of a message adds
         nothing up. So a derived collective that can be pipelined is also listed with a free reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]

@@ -103,7 +103,7 @@ def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def own(spec: str) -> Any:
-    """What `load` returns, for processes that share no modules with this one: it is sent to them by value."""
+    """Return what `load` returns, but sent by value to processes that share no modules with this one."""
     found = load(spec)
     sys.modules.pop(getattr(found, "__module__", ""), None)
     return found
@@ -116,7 +116,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load_installed(group: str, name: str) -> Any:
-    """What an entry point of this group names. Raises `InputError` if importing it fails."""
+    """Load what an entry point of this group names. Raises `InputError` if importing it fails."""
     found = installed(group)[name]
     with blame(f"{group} {name!r} ({found.value}): importing it"):
         return found.load()

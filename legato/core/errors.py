@@ -68,7 +68,7 @@ class PlanError(InputError):
 
 
 class TooLargeError(InputError):
-    """What is asked for is more than a limit that is stated, and would take all memory or time."""
+    """The request exceeds a stated limit, and would take all memory or time."""
 
 
 class CaptureError(InputError):

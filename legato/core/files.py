@@ -54,7 +54,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of a hash: they differ if the values differ. That of a workload is kept with it."""
+    """Return 16 hexadecimal digits of a hash: they differ if the values differ. A workload keeps its own."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
@@ -92,7 +92,7 @@ def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None)
 
 
 def holds(data: bytes, kind: type[AnyNoun]) -> bool:
-    """Whether the data say that they are a noun of this kind."""
+    """Return whether the data say that they are a noun of this kind."""
     try:
         return _checked_kind(data, None) is kind
     except FileError:

@@ -56,9 +56,9 @@ def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: 
 
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latent attention (arXiv 2405.04434, section 2.1): the widths of what queries, keys and values are made of.
+    """Latent attention (arXiv 2405.04434, section 2.1): the widths from which queries, keys and values are made.
 
-    Each head of queries and keys has `rope` elements more than `head_size`; those of the keys are shared by all heads.
+    Each head of queries and keys has `rope` elements more than `head_size`; for keys, all heads share these elements.
     """
 
     query: Int64
@@ -74,8 +74,8 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `gpt` has layer normalizations, biases, learned positions and an MLP of two matrices of `intermediate`; `llama` has
     RMS normalizations, no biases, rotary positions and a gated MLP of three. With `experts`, all layers but the first
-    `dense_layers` send each token to `active_experts` of as many MLPs of `expert_intermediate`, beside one of
-    `shared_intermediate` for all tokens. `tied`: one table for the embeddings and the output layer.
+    `dense_layers` send each token to `active_experts` of `experts` MLPs of `expert_intermediate`, and all tokens to one
+    of `shared_intermediate`. `tied`: one table for the embeddings and the output layer.
     """
 
     layers: Int64
@@ -188,7 +188,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a framework does, in so far as it changes a step.
+    """The properties of a framework that change a step.
 
     - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
     - `fused_softmax`: of stored scores: scale, mask and softmax are one kernel; otherwise each is one, in 32 bits.
@@ -197,9 +197,9 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `fused_loss`: the loss reads logits of 16 bits, of which each worker has a part; otherwise torch's cross entropy
       takes the whole logits, in 32 bits, on every worker.
     - `gradient_nbytes`: of a gradient where it is added up. `sent_nbytes`: where it is sent, if not the same.
-    - `hidden`: the collectives that run beside computation. Of `tensor` these are the backward pass's that belong to
-      matrices divided by columns, and with `tensor:forward` all others, in parts beside the products that they feed or
-      that feed them. Of `data` also the gathers of parameters; with `data:gradients` only the gradients.
+    - `hidden`: the collectives that run during computation. With `tensor` these are the backward pass's that belong to
+      matrices divided by columns, and with `tensor:forward` all others, in parts during the products that they feed or
+      that feed them. With `data` gradients and gathers of parameters; with `data:gradients` only gradients.
     - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
     - `divides_sends`: tensor-parallel workers send 1/tensor of an activation each to the next stage of a pipeline.
     - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
@@ -231,7 +231,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether data-parallel gradients are reduced beside the backward pass."""
+        """Return whether data-parallel gradients are reduced during the backward pass."""
         return not {"data", "data:gradients"}.isdisjoint(self.hidden)
 
     @property
@@ -247,11 +247,11 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
-    """A GPU, its links and its host, by their data sheets; and the shares of these that are reached.
+    """A GPU, its links and its host: the figures of data sheets, and the shares of these that are reached.
 
     `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
-    `efficiency`, of matrix products, is the one number to fit to a measured step. Latencies are those of a collective
-    within a job, with its skew: inside a host, between two hosts, and of each further host.
+    `efficiency`, of matrix products, is the one number to fit to a measured step. Latencies belong to a collective
+    within a job, with its skew: inside a host, between two hosts, and for each further host.
     """
 
     name: str
@@ -294,7 +294,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         )
 
     def ring(self, group: WorkerGroup) -> LinearCost:
-        """What a ring of these workers takes: its latency, and the seconds for each byte that a worker sends.
+        """Return the cost of a ring of these workers: its latency, and the seconds for each byte that a worker sends.
 
         It goes through each host once, on all cards of the group's workers there (nccl-tests' bus bandwidth).
         """
@@ -316,9 +316,9 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     `recompute` in the backward pass: attention's `core`; every second matrix product and all elementwise operations
     (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard`: what each data-parallel
-    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. With `replicas`, only the neighbours
-    in each of so many groups of data-parallel workers divide them (HSDP). Raises `InputError` on what does not divide
-    or is empty, and `TooLargeError` beyond four million passes.
+    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. `replicas` divides the data-parallel
+    workers into this number of groups of neighbours, each of which shards on its own (HSDP). Raises `InputError` on
+    what does not divide or is empty, and `TooLargeError` beyond four million passes.
     """
 
     name: str
@@ -424,7 +424,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Whether chunks differ in layers, with and without the embeddings and the output layer as one each."""
+        """Return whether chunks differ in layers, whether or not embeddings and the output layer count as one each."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 

@@ -1,17 +1,14 @@
 """Where messages lie in memory: each in a flat buffer, and those that share a tensor in adjacent buffers.
 
 [Note: chains] A tensor that a plan partitions over several messages can still
-be contiguous in memory: the message with its first bytes must end with them,
-and the next message must begin with the bytes that follow. Therefore a slice
-that continues a tensor lies first in its message, and a slice that is continued
-by the next message lies last; messages that fit together in this way form a
-chain and share one allocation. The elements that count gradients lie behind
-the slices, but before a slice that is continued.
+be contiguous in memory: the message with its first bytes must end with them, and the next message must begin with the
+bytes that follow. Therefore a slice that continues a tensor lies first in its message, and a slice that is continued by
+the next message lies last; messages that fit together in this way form a chain and share one allocation. The elements
+that count gradients lie after the slices, but before a slice that is continued.
 
 [Note: shards] In a sharded plan, the buffer of a message is a chunk for each rank,
-all of one size. A chunk holds about an equal share of the elements, and so parts of
-tensors; behind them, an element for each of its parts that counts gradients, so
-that the rank that owns the chunk knows which of them were there; and, last, an
+all of one size. A chunk holds about an equal share of the elements, and so parts of tensors; after them, an element for
+each part that counts gradients, so that the rank that owns the chunk knows which of them were there; and, last, an
 element in which the owner says whether it has updated them.
 """
 
@@ -91,9 +88,9 @@ def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
 
 
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
-    """Lay out a message of a sharded plan ([Note: shards]); also return how many elements of data a chunk has at most.
+    """Lay out a message of a sharded plan ([Note: shards]); also return the largest number of data elements in a chunk.
 
-    The slices are those of the message, cut where a chunk ends, and all of them have flags.
+    The message's slices are cut where a chunk ends, and all slices have flags.
     """
     share, unit = -(-message.nbytes // element_size // ranks), _ALIGNED_ELEMENTS * element_size
     parts: list[list[Slice]] = [[]]

@@ -1,4 +1,4 @@
-"""What was measured of several plans that trained one job in turns."""
+"""Measurements of several plans that trained one job in turns."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Measurement(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.measurement/1"
 ):
-    """What `legato rehearse` and `legato verify` measured: of each plan of a job, on a network, in words.
+    """A measurement of `legato rehearse` or `legato verify`: each plan of a job on a network, both in words.
 
     The plans took turns, so that their times can be compared. `doubts` are sentences about what speaks against the
     measurement, such as other work on the machine.

@@ -29,7 +29,7 @@ _COLOURS = {
 _WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # pixels; a bar is below its name
 _MOST_BARS = 40
 
-#: A name, the seconds of each part, and what stands behind the name.
+#: A name, the seconds of each part, and a text that follows the name.
 Bar = tuple[str, Mapping[str, float], str]
 
 

@@ -1,4 +1,4 @@
-"""What is sent, in which messages and in which order."""
+"""A plan: the messages of an iteration, what they carry, and in which order they are sent."""
 
 from __future__ import annotations
 

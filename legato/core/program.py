@@ -1,4 +1,4 @@
-"""What each worker of a whole job does, in order: computation, and communication with other workers."""
+"""A program: each worker's work in a job, in order: computation, and communication with other workers."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def clock(
 class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same communication in one or several groups of workers, each of them in the order of its ring.
 
-    `nbytes` are those of the result of an all-gather, of each worker's input of a reduce-scatter or all-reduce, of what
-    one worker holds before an all-to-all (its own part included), and of what a broadcast or a send carries. `kind` is
-    what it is for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the
-    first to the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took
-    where it was traced, when all had started it. `after` is another communication, by its number, without whose end it
-    does not begin.
+    `nbytes` counts the result of an all-gather, each worker's input of a reduce-scatter or all-reduce, what one worker
+    holds before an all-to-all (its own part included), and what a broadcast or a send carries. `kind` is what it is
+    for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the first to
+    the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took where it
+    was traced, when all had started it. `after` is another communication, by its number, without whose end it does not
+    begin.
     """
 
     kind: str
@@ -149,14 +149,14 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.program/1"):
-    """What the workers of a job do, whatever the network is: made of a `Job`, or of the traces of its ranks.
+    """The work of a job's workers on any network: made of a `Job`, or of the traces of its ranks.
 
     Workers that do the same share a lane. The lanes have each of the workers 0, 1, ... once.
 
     All groups of a communication are alike: the workers at one place in their rings are in one lane. Every member
     starts it once, but of a send only the sender; it begins when all of these have started it. Sends with the same
-    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes. One
-    that runs `after` another is started behind it, by the same lanes.
+    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes. A
+    communication that runs `after` another one is started after it, by the same lanes.
 
     `traced_s` is the step as traced, from the first worker's begin to the last one's end; None if it was not traced.
 

@@ -48,17 +48,14 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.timeline/1"):
     """One iteration of training, predicted by a simulation or measured.
 
-    The metrics are those of TicTac and Caramel, for the first worker:
-    communication time N, computation time C, iteration time T (seconds). Overlap
-    leaves out when neither runs, which TicTac's coefficient takes off. Time
-    in which several messages are in flight counts once; so does time in which
-    several ops run. `members` has (worker, number of workers with its times,
-    itself included) for those that stand for others. `job` and `network` say in
-    words what was trained where, if that is known, and `baseline` is the timeline
-    of the plan with which this one is compared: that of DDP, on the same network.
-    A timeline with the name of its job is one of several jobs on one network, all
-    drawn from the same moment on. With `whole`, workers differ in what they do, as the
-    stages of a pipeline do, and reports draw all of them.
+    The metrics are from TicTac and Caramel, for the first worker: communication time N, computation time C, iteration
+    time T (seconds). Overlap leaves out when neither runs, which TicTac's coefficient takes off. Time in which several
+    messages are in flight counts once; so does time in which several ops run. `members` has (worker, number of workers
+    with its times, itself included) for those that stand for others. `job` and `network` say in words what was trained
+    where, if that is known, and `baseline` is the timeline of the plan with which this one is compared: usually DDP's,
+    on the same network. A timeline with the name of its job is one of several jobs on one network, all drawn from the
+    same moment on. With `whole`, workers differ in what they do, as the stages of a pipeline do, and reports draw all
+    of them.
     """
 
     name: str
@@ -87,11 +84,11 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         )
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: the lanes of each worker, below those of the baseline."""
+        """Return a picture for notebooks: the lanes of each worker, below the baseline's."""
         return draw([self] if self.baseline is None else [self.baseline, self])
 
     def drawn(self) -> tuple[Timeline, ...]:
-        """What reports draw of it: of a `whole` job each worker, with its number and how many are alike as a name."""
+        """Return what reports draw: each worker of a `whole` job, named by its number and how many are alike."""
         if not self.whole:
             return (self,)
         alike = dict(self.members)

@@ -1,4 +1,4 @@
-"""What one training iteration does, on one worker: its ops and its tensors."""
+"""A workload: the ops and the tensors of one training iteration on one worker."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
 
-    `parameters` are its own, with those of modules inside it that are not called; `tied` are the paths of other modules
-    that hold one of them, too, and the first one to be called lists it. `calls` counts its calls in a step, and `named`
-    is its place in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in
-    the backward pass. A module does not reach the loss if no gradient comes back to its output, though it has trained
-    parameters or a trained module before it.
+    `parameters` are its own, and the ones of modules inside it that are not called; `tied` are the paths of other
+    modules that hold one of them, too, and the first one to be called lists it. `calls` counts its calls in a step, and
+    `named` is its place in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not
+    read in the backward pass. A module does not reach the loss if no gradient comes back to its output, though it has
+    trained parameters or a trained module before it.
     """
 
     path: str

@@ -181,18 +181,18 @@ _LAST_ONLY: dict[Sync, str] = {
 }
 
 
-#: A path of which the last number may be counted up: what stands before it, the number, and what stands behind it.
+#: A path split at its last number, which may be counted up: prefix, number, suffix.
 _NUMBERED = re.compile(r"([\w./-]*?(?<![0-9]))(0|[1-9][0-9]*)((?:[^\W\d]|[./-])*)")
 
 
 def _parts(path: str) -> tuple[str, int, str]:
-    """What stands before the last number of a path, the number, and what stands behind it; -1 if there is none."""
+    """Return a path split at its last number: prefix, number (-1 if there is none), suffix."""
     found = _NUMBERED.fullmatch(path)
     return (found[1], int(found[2]), found[3]) if found else (path, -1, "")
 
 
 def _shape(paths: Sequence[str]) -> list[tuple[str, int, str]]:
-    """What groups that differ by a number only have in common."""
+    """Return the paths with numbers relative to the first: equal for groups that differ by a number only."""
     parts = [_parts(path) for path in paths]
     return [(before, number - parts[0][1], behind) for before, number, behind in parts]
 
