@@ -32,8 +32,8 @@ __all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
-    `lower_bound_s` is proven for plans of this kind, and known by
-    formulas only. `parts` are those of a whole job's step. `final` is False if another attempt might succeed.
+    `lower_bound_s` is proven for plans of this kind, and known by formulas only. `parts` are the parts of a whole job's
+    step. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -78,7 +78,7 @@ def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What has the figures of a cell of a sweep, and of a row of `legato simulate`.
+    """A simulation, with the figures of a cell of a sweep, or of a row of `legato simulate`.
 
     A job whose workers have one workload, or one each, runs plans on fabrics of a network, with their names. Raises
     `InputError` where formulas are asked for unlike hosts, or for more than one switch.

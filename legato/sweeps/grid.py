@@ -59,7 +59,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
     `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
-    `options` are those of the fabric. Schedulers and fabrics of the user's own have their `label`s here.
+    `options` go to the fabric. Schedulers and fabrics of the user's own have their `label`s here.
     """
 
     workload_id: str
@@ -107,11 +107,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     Fabrics and schedulers are names, or fabrics and functions. `schedulers` may contain `PLAIN`, and "all" for every
     scheduler that suits a cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those
-    that are left out have their default. Beside disturbances, all cells are of one iteration.
-    `options` go to the fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first
-    fabric with its first scheduler. By formulas, all hosts are alike, behind
-    one switch. Raises `InputError` on unknown names and numbers outside their
-    range.
+    that are left out have their default. With disturbances, all cells simulate one iteration. `options` go to the
+    fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric with its first
+    scheduler. By formulas, all hosts are alike, behind one switch. Raises `InputError` on unknown names and numbers
+    outside their range.
     """
 
     workloads: tuple[Workload, ...]

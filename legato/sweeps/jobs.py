@@ -43,8 +43,8 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True):
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     """A job on a network, by the values of the sweep's `axes`, by field.
 
-    Its step takes `step_s` seconds, those of its `parts` (`Step.parts`). `speedup` is over the job's
-    first network that has a result. If there is none, these are None, `parts` empty, and `error` says why.
+    Its step takes `step_s` seconds, the sum of its `parts` (`Step.parts`). `speedup` is over the job's first network
+    that has a result. If there is none, these are None, `parts` empty, and `error` says why.
     """
 
     job: str
@@ -58,7 +58,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row as `legato sweep --json` prints it: axes and parts beside the rest."""
+        """Return the row as `legato sweep --json` prints it: axes and parts next to the other fields."""
         found = msgspec.structs.asdict(self)
         job, axes, parts = (found.pop(name) for name in ("job", "axes", "parts"))
         return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
@@ -76,9 +76,9 @@ def sweep_jobs(
 ) -> Results[JobRow]:
     """Predict the step of every job, by its name, on every combination of networks, whose last axis changes fastest.
 
-    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network.
-    The other arguments, and errors, are those of `sweep`. Raises `InputError` on numbers outside their range, and on
-    more than ten thousand cells.
+    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network. The
+    other arguments, and errors, are as in `sweep`. Raises `InputError` on numbers outside their range, and on more than
+    ten thousand cells.
     """
     networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
     if len(named) * len(networks) > _MOST_CELLS:
@@ -128,9 +128,9 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 
 
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
-    """The step of a job: by flows, of which the lanes are returned as well, on a network, or by formulas without one.
+    """Return the step of a job: on a network by flows, together with their lanes, or without one by formulas.
 
-    Of a step by flows, the parts are those of the busiest worker of a `lane`, if one is given.
+    The parts of a step by flows belong to the busiest worker, of `lane` if one is given.
     """
     if network is None:
         return predict(job), None

@@ -29,7 +29,7 @@ _HEADER = b'{"format":"legato.sweeps/1"}\n'
 
 
 def journal_of(output: Path) -> Path:
-    """Return the path of an output's journal, which is beside the output."""
+    """Return the path of an output's journal, which is next to the output."""
     return output.with_name(output.name + ".cells.jsonl")
 
 

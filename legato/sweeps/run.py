@@ -63,9 +63,9 @@ def outcomes(
     backend: str | None,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Outcome]:
-    """The outcomes of cells, by key: of those that the journal does not have, `run(cell, its input)`.
+    """Return the outcomes of cells by key: from the journal, or else `run(cell, its input)`.
 
-    The other arguments, and errors, are those of `sweep`.
+    The other arguments, and errors, are as in `sweep`.
     """
     if fidelity != "formulas":
         import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
@@ -125,7 +125,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[Sw
 
 
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
-    """What a cell and its baseline have in common: the workload and the network, with this number of servers."""
+    """Return what a cell and its baseline have in common: the workload and the network, with this number of servers."""
     return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
 
 
