@@ -2,13 +2,13 @@
 
 [Note: the script's own process] The command makes way for `python train.py`, by `exec`. So `__main__`, arguments,
 pickles, spawned workers, tracebacks, the exit status and Ctrl-C are the script's own, and need no imitation. What is
-left of the command is one module that Python imports when it starts (`startup/sitecustomize.py`): it undoes the
-changes of the environment that brought it there, and puts a hook behind the steps of all of torch's optimizers.
+left of the command is one module that Python imports when it starts (`startup/sitecustomize.py`): it undoes the changes
+of the environment that brought it there, and puts a hook after the steps of all of torch's optimizers.
 
 [Note: nothing waits for it] A step is counted on the thread that trains; so few of them are recorded that this is the
-only cost of the training. All else is done behind it: a thread sends the traces to rank 0 through the job's store, and
-processes of low priority compress and judge them. No collective is called, and the ranks do not negotiate: each counts
-the same steps.
+only cost of the training. All else is done in the background: a thread sends the traces to rank 0 through the job's
+store, and processes of low priority compress and judge them. No collective is called, and the ranks do not negotiate:
+each counts the same steps.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: what it takes] A trace is compressed by a process of low priority, and passes through the job's store in pieces,
 of which a rank has at most one there: a store holds 32 MiB of them at most, since at most 32 ranks record. It is the
 connection of a clone of the store that waits, so the training's own never does. The judge is another process of low
-priority; it ends with its parent. All that is waited for has a limit.
+priority; it ends with its parent. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 class Delivery(threading.Thread):
-    """Delivers the trace of one rank, in a thread; on rank 0, gathers those of all, and prints what they say.
+    """Delivers the trace of one rank, in a thread; on rank 0, gathers all ranks' traces, and prints what they say.
 
     `trace` is where the rank saves its trace, and `problem` why it has none. `document` is the last verdict as JSON.
     """
@@ -86,7 +86,7 @@ class Delivery(threading.Thread):
             self.drop()
 
     def drop(self) -> None:
-        """Leave nothing behind, and let no other rank wait for this one."""
+        """Remove what this rank has left, and let no other rank wait for it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(Exception):  # the store may have ended
             if self._rank == 0 and self._store is not None:
@@ -172,7 +172,7 @@ class Delivery(threading.Thread):
         return piece
 
     def _judged(self, traces: Path) -> str:
-        """What `legato advise` prints of the traces; its page and its JSON are beside the folder."""
+        """Return what `legato advise` prints of the traces; its page and its JSON are next to the folder."""
         document, before = traces.with_suffix(".json"), self.folder / "before.json"
         before.write_bytes(self.document)
         page = str(traces.with_suffix(".html")) if self._settings.output else ""
@@ -181,7 +181,7 @@ class Delivery(threading.Thread):
         return said.rstrip()
 
     def _process(self, arguments: list[str], seconds: float) -> str:
-        """What a Python of low priority prints. Raises `LegatoError` if it fails, or takes longer."""
+        """Return what a Python process of low priority prints. Raises `LegatoError` if it fails, or takes longer."""
         printed = self.folder / "printed"
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         with printed.open("wb") as file:

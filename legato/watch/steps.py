@@ -39,7 +39,7 @@ _TIMED = 64
 
 
 def recording_ranks(world: int, per_host: int) -> list[int]:
-    """The ranks that record: all, or those of whole hosts that are evenly spaced, the first one among them."""
+    """Return the ranks that record: all, or all ranks of evenly spaced hosts, the first host among them."""
     if world <= MOST_RANKS:
         return list(range(world))
     hosts, chosen = -(-world // per_host), max(1, MOST_RANKS // per_host)
@@ -48,10 +48,11 @@ def recording_ranks(world: int, per_host: int) -> list[int]:
 
 
 class Watch:
-    """What watches the training of this process.
+    """Watches the training of this process.
 
-    A step is one of the optimizer that has most parameters. What a `GradScaler` skips is none, and what several
-    backward passes accumulate for is one. (A fused optimizer that skips inside its kernel has stepped.)
+    A step is a step of the optimizer that has most parameters. A step that a `GradScaler` skips does not count, and
+    several backward passes that accumulate gradients make one step. (A fused optimizer that skips inside its kernel has
+    stepped.)
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -88,7 +89,7 @@ class Watch:
             self._here = before
 
     def _counts(self, optimizer: Any) -> bool:
-        """Whether this is the optimizer that has most parameters. The steps of a larger one count from its first."""
+        """Return whether this optimizer has the most parameters. The steps of a larger one count from its first."""
         if optimizer not in self._sizes:
             self._sizes[optimizer] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         chief = self._chief()
@@ -191,7 +192,7 @@ class Watch:
                 with self._inside():
                     recording.end()
                 self._delivery.drop()
-            self._wait(0.0 if hasattr(sys, "last_type") else _EXIT_S)  # after an error, nothing is waited for
+            self._wait(0.0 if hasattr(sys, "last_type") else _EXIT_S)  # after an error, do not wait
         except KeyboardInterrupt:
             return
         document = b"" if self._delivery is None else self._delivery.document

@@ -1,4 +1,4 @@
-"""What Python imports before a watched script: it leaves no trace of itself, and waits for torch's optimizers.
+"""Imported by Python before a watched script: it leaves no trace of itself, and waits for torch's optimizers.
 
 Nothing but the standard library is imported before an optimizer has stepped.
 """
