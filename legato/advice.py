@@ -1,10 +1,9 @@
-"""What communication costs a traced job, what a better plan would win, and whether that is worth anything.
+"""The cost of communication in a traced job, what a better plan would save, and whether that is worth a change.
 
-A verdict never compares a prediction with a measurement. What a step spends its
-time on is measured, and so is the difference between two jobs: by medians over the
-steps, which a single odd step does not change. What a plan would
-win is predicted, in proportion to the prediction of the plan that was traced.
-How far that prediction is from the measured step says how far to trust the rest.
+A verdict never compares a prediction with a measurement. What a step spends its time on is measured, and so is the
+difference between two jobs: by medians over the steps, which a single odd step does not change. What a plan would save
+is predicted, in proportion to the prediction of the plan that was traced. How far that prediction is from the measured
+step says how far to trust the rest.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ __all__ = [
 
 #: A smaller share of an iteration is not worth a change of code.
 _WORTH = 0.02
-#: A predicted win of less than this part of the prediction's own error is too close to tell.
+#: A predicted gain of less than this part of the prediction's own error is too close to tell.
 _TELLING = 1 / 3
 #: From this share on, waiting for the host or for late ranks is a verdict.
 _MUCH = 0.1
@@ -144,7 +143,7 @@ class RankTimes(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it wins.
+    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it saves.
 
     Both are medians over the traced steps; `wins` are the least and the largest of the shares, if they are several.
     """
@@ -156,18 +155,16 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """What a job's traces say.
+    """The advice on a job, from its traces.
 
-    Plans are for `rank`. `undelayed_s` are the median steps of all ranks by rank, without
-    what late ranks delayed, `measured_s` is that of `rank`, and `error` how far the traced
-    plan's prediction is from it (0.1: the prediction is 10% longer; None for another
-    network). `predictions` begin with the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
-    are empty or None if `lacking` says why nothing can be predicted. `code` is
-    the line to try. `missing` and `assumed` are what the traces lack, and what is
-    assumed instead. `groups` are those of FSDP2, `costs` what its collectives cost,
-    and `comparison` are other groups beside the traced ones, which are the first row.
-    `traffic` are the kinds of communication of a job that sends more than gradients, of a step
-    that takes all ranks together `step_s`, and `replayed_s` as these waits explain it.
+    Plans are for `rank`. `undelayed_s` are the median steps of all ranks by rank, without what late ranks delayed,
+    `measured_s` is the one of `rank`, and `error` how far the traced plan's prediction is from it (0.1: the prediction
+    is 10% longer; None for another network). `predictions` begin with the traced plan; `gap` is how far legato's plan
+    is above `lower_bound_s`. All are empty or None if `lacking` says why nothing can be predicted. `code` is the line
+    to try. `missing` and `assumed` are what the traces lack, and what is assumed instead. `groups` are FSDP2's groups,
+    `costs` what its collectives cost, and `comparison` has the traced groups as its first row and other groups after
+    it. `traffic` has the kinds of communication if the job sends more than gradients; its step takes all ranks together
+    `step_s`, and `replayed_s` when it is replayed.
     """
 
     name: str
@@ -251,9 +248,8 @@ def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
 def advise(imported: Imported, cluster: Cluster | None = None, workers: int | None = None) -> Advice:
     """Judge a job by its traces.
 
-    `cluster` is the network to plan for, by default that of the traces, with
-    `workers` workers. If the traces lack what a plan needs, the verdict tells
-    where the time goes and what is missing.
+    `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack what a
+    plan needs, the verdict tells where the time goes and what is missing.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
     if found.lacking:
@@ -263,7 +259,7 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
 
 
 def _with_traffic(known: Advice, imported: Imported) -> Advice:
-    """The kinds of traffic, with what faster links would win, of a job that sends more than gradients and buffers."""
+    """Add the kinds of traffic, and what faster links would save, if the job sends more than gradients and buffers."""
     others = {t.kind for t in imported.transfers if not t.carries_gradients} - {"broadcast", "barrier"}
     whole = imported.whole
     if not others or imported.fsdp or whole is None:
@@ -302,7 +298,7 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
 
 
 def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
-    """What a kind of traffic costs a step, and what faster links would win."""
+    """Say what a kind of traffic costs a step, and what faster links would save."""
     hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
     return (
         f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
@@ -388,7 +384,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
 def _of_groups(
     known: Advice, imported: Imported, found: Sharded, cluster: Cluster | None, workers: int | None
 ) -> Advice:
-    """What other groups of FSDP2 are predicted to win."""
+    """Add what other groups of FSDP2 are predicted to save."""
     known = msgspec.structs.replace(known, groups=(found.root, *found.groups) if found.root.gathered else found.groups)
     waits_known = all(measure.waiting_s is not None for measure in imported.ranks)
     try:
@@ -420,7 +416,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Sentences like those of `_verdict`, and the row to try: one of no more memory if that wins enough."""
+    """Return sentences as `_verdict` does, and the row to try: one with no more memory if it saves enough."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -443,7 +439,7 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
 
 
 def _over_steps(best: Prediction) -> str:
-    """What is won in the traced steps, if they are several."""
+    """Return in words what is saved in the traced steps, if there are several."""
     if best.wins is None:
         return ""
     return f" ({' to '.join(dict.fromkeys(map(percent, best.wins)))} in the traced steps)"
@@ -457,9 +453,9 @@ def _too_close(win: float, off: float, of: str) -> str:
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
-    """DDP's fastest buckets and the code that makes them ("" for the traced ones), the least change on a tie.
+    """Return DDP's fastest buckets and the code that makes them ("" for the traced ones), the least change on a tie.
 
-    They are the traced buckets, DDP's default ones, or those of one cap.
+    They are the traced buckets, DDP's default ones, or buckets with one of several caps.
     """
     tried = {"": traced, "DistributedDataParallel(model)": ddp(workload, cluster)}
     for cap in _CAPS_MIB:
@@ -494,7 +490,7 @@ def _verdict(
 
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
-    """What iterations wait for: medians over the steps, as means over the ranks."""
+    """Say what iterations wait for: medians over the steps, as means over the ranks."""
     shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
@@ -538,7 +534,7 @@ def _share(ranks: Sequence[RankTimes], cause: str) -> float:
 
 
 def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
-    """What an iteration would take if no communication were exposed, where no plan can be predicted."""
+    """Say how long an iteration would be if no communication were exposed, where no plan can be predicted."""
     exposed_s, iteration_s = (_over_ranks(ranks, what) for what in ("exposed_s", "iteration_s"))
     if _share(ranks, "exposed_s") < _WORTH:
         return []
@@ -585,14 +581,14 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What traces say: of one job, or of two, before a change and after it, with what `changes` between them."""
+    """The verdict of traces: of one job, or of two, before a change and after it, with what `changes` between them."""
 
     jobs: tuple[Imported, ...]
     advice: tuple[Advice, ...]
     changes: tuple[str, ...]
 
     def said(self) -> Iterator[tuple[Advice, tuple[TextTable | str, ...]]]:
-        """What is told of each job."""
+        """Yield the advice on each job, with the tables and lines that tell it."""
         for advice in self.advice:
             yield advice, told(advice, self.changes if advice is self.advice[-1] else ())
 
@@ -650,11 +646,11 @@ def of_traces(
     say: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
-    """Tell from traces where the time of a job goes, and what a better plan would win.
+    """Tell from traces where the time of a job goes, and what a better plan would save.
 
-    `traces` are those of torch.profiler, one per rank, or their folder, possibly with execution traces; a second trace
-    of a rank is of the job after a change. `cluster` is the network to plan for, by default the traces' own, with
-    `workers` workers. `rank` and `step` are those to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels that
+    `traces` are torch.profiler's, one per rank, or their folder, possibly with execution traces; a second trace of a
+    rank is of the job after a change. `cluster` is the network to plan for, by default the traces' own, with `workers`
+    workers. `rank` and `step` say which ones to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels that
     legato does not know. `say` is told what is left out. Raises `InputError`, and `FileError` on a file that is wrong.
     """
     paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
@@ -680,7 +676,7 @@ def _no_plan(lacking: str) -> str:
 
 
 def asides(advice: Advice) -> tuple[str, ...]:
-    """What the traces lack, what is assumed instead, and what the tables leave out."""
+    """Return what the traces lack, what is assumed instead, and what the tables leave out."""
     few = f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all"
     return (
         *([few] if len(advice.ranks) > _MOST_ROWS else []),
@@ -751,7 +747,7 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
 
 
 def _traffic_table(advice: Advice) -> TextTable | None:
-    """The kinds of traffic, and what twice the bandwidth would win."""
+    """Return a table of the kinds of traffic, and what twice the bandwidth would save."""
     if not advice.traffic or not advice.step_s or advice.replayed_s is None:
         return None
     off = percent(advice.replayed_s / advice.step_s - 1, signed=True)
@@ -831,7 +827,7 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
-    """What changed from one job to another, as sentences: by the median steps, as means over the ranks."""
+    """Return sentences about what changed from one job to another: by the median steps, as means over the ranks."""
     old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0

@@ -40,7 +40,7 @@ __all__ = ["default_buckets", "distribute", "in_wire"]
 WARMUP_STEPS, OBSERVED_STEPS = 2, 10
 #: Planning that takes longer fails; the other ranks wait, and give up after ten minutes under NCCL.
 PLANNING_S = 300.0
-#: Columns of the matrices with which the weights are multiplied to compute beside messages.
+#: Columns of the matrices that the weights are multiplied by, to compute while messages are in flight.
 _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
