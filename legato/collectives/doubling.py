@@ -30,8 +30,7 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Return the latencies of one way; if at most half of the ranks have a partner outside, exchanges hide one of
-    two."""
+    """Return the number of transfers in a row; one is hidden if at most half of the ranks have a partner outside."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

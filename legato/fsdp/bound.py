@@ -147,8 +147,7 @@ class _Chain:
         return WrappingBound(forward_s + backward_s, self.compute_s, *parts)
 
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
-        """Return the seconds of collectives before each forward, or after each backward computation, the root's among
-        them.
+        """Return the seconds of collectives (with the root's) before each forward, or after each backward computation.
 
         Collectives carry at least all units up to this one, and from the first unit of the first group on, the whole
         group.

@@ -108,8 +108,7 @@ class _Network:
         return _ring(ranks, self.latency_s, min(hosts.bandwidth_bps, bps * hosts.gpus / hosts.gpus_per_card))
 
     def all_reduce(self, replicas: int) -> LinearCost | None:
-        """Return the cost of an all-reduce among `replicas` ranks, each on a host of its own, while the other GPUs do
-        the same; None for one."""
+        """Return the cost of an all-reduce of each GPU with its peers on other hosts; None for one replica."""
         if replicas == 1:
             return None
         bps = self.cluster.bandwidth_bps

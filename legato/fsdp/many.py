@@ -176,8 +176,7 @@ class _Many:
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """Note the forward pass's memory: parameters of the root and of kept groups stay; gathers' outputs wait to be
-        copied."""
+        """Note the memory of the forward pass: root and kept groups stay; gathers' outputs wait to be copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied

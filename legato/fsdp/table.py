@@ -182,8 +182,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
-        """Return the answer's timeline, with one group for each block as its baseline; `where` is the network in
-        words."""
+        """Return the answer's timeline, its baseline one group for each block; `where` is the network in words."""
         chosen, block = self.steps[self.answer], self.steps[0]
         if chosen is None or block is None:
             raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")

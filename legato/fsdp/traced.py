@@ -35,8 +35,7 @@ class Fit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, what: str, samples: Sequence[tuple[int, float]], *, waits_known: bool) -> Fit:
-        """Fit a cost to samples: the median for each number of bytes, or the fastest if they may wait for late
-        ranks."""
+        """Fit a cost to samples: the median for each size, or the fastest if samples may wait for late ranks."""
         times: dict[int, list[float]] = {}
         for nbytes, seconds in samples:
             if nbytes > 0 and seconds > 0:

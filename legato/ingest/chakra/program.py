@@ -121,8 +121,7 @@ def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[i
 
 
 def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Joint]) -> list[Action]:
-    """Return what a rank does; `numbers` has its communications by node. Communications of one group run in turn
-    anyway."""
+    """Return what a rank does; `numbers` has its communications by node. In one group, these run in turn anyway."""
     result: list[Action] = []
     needs: dict[int, set[int]] = {}  # the communications that a node needs, and nothing before it has waited for
     waited: set[int] = set()

@@ -54,11 +54,10 @@ class FlowStep:
         return int(max(of_lane, key=lambda one: _busy_s(self.program, one)).workers[0])
 
     def timeline(self, network: str = "") -> Timeline:
-        """Return the lanes to look at: the last ones to finish of each stage; all if there are few. `network` is in
-        words.
+        """Return the lanes to look at: of each stage the last ones to finish, or all if they are few.
 
-        A lane has the name of its first worker, and `members` says for how many it stands. Communication is drawn where
-        the worker waits for it.
+        `network` is in words. A lane has the name of its first worker, and `members` says for how many it stands.
+        Communication is drawn where the worker waits for it.
         """
         drawn = sorted(self.lanes, key=lambda lane: (lane.lane, -lane.end_s))
         if len(drawn) > _MOST_DRAWN:

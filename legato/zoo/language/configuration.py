@@ -91,8 +91,7 @@ def _whole(path: Path, name: str, value: Any) -> int:
 
 
 def _is_gated(config: dict[str, Any]) -> bool:
-    """Return whether MLPs have three matrices: Megatron's files say so, and models of Hugging Face with SiLU have
-    three."""
+    """Return whether MLPs have three matrices: Megatron says so, and models of Hugging Face have three with SiLU."""
     if "swiglu" in config or "gated_linear_unit" in config:
         return bool(config.get("swiglu") or config.get("gated_linear_unit"))
     return str(config.get("hidden_act", config.get("activation_function", ""))).startswith(("silu", "swi"))

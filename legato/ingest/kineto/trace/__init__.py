@@ -1,2 +1,1 @@
-"""A file of the profiler: `events` reads one step's events into `columns`, and `activities` tells computations from
-collectives."""
+"""A profiler's file: `events` reads a step into `columns`, `activities` tells computations from collectives."""

@@ -90,7 +90,7 @@ class SharedJob:
     def machines(self, network: Network, number: int) -> Network:
         """Return the hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
 
-        They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`; nothing is
+        They have several GPUs if the job has whole hosts. Its seed is the seed of `network` plus `number`; nothing is
         disturbed.
         """
         shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
