@@ -136,7 +136,7 @@ class RankTimes(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Where an iteration goes (medians)."""
+        """Return where an iteration goes (medians)."""
         late_s = 0.0 if self.late_s is None else self.late_s.median
         known = {"computing": self.computation_s.median, "exposed": self.exposed_s.median}
         return known | {"late ranks": late_s, "host": self.host_s.median}
@@ -330,7 +330,7 @@ def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -
 
 
 def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
-    """Why plans of all-reduces say nothing about this job, or ""."""
+    """Return why plans of all-reduces say nothing about this job, or ""."""
     kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
     others = {transfer.kind for transfer in imported.transfers} - {"barrier"}
     if kinds - {"all_reduce"} or (imported.fsdp and kinds):
@@ -546,7 +546,7 @@ def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
 
 
 def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
-    """All that a verdict says but what to try, in the order in which it is read: tables, and lines of text.
+    """Return all that a verdict says except what to try, in reading order: tables, and lines of text.
 
     `changed` are the `changes` from the job before.
     """
@@ -593,7 +593,7 @@ class Verdict:
             yield advice, told(advice, self.changes if advice is self.advice[-1] else ())
 
     def __str__(self) -> str:
-        """All that `legato advise` prints, in lines of text."""
+        """Return all that `legato advise` prints, in lines of text."""
         lines: list[str] = []
         for advice, parts in self.said():
             for part in parts:

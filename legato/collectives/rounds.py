@@ -3,8 +3,9 @@
 A message is divided into equal parts, and has two halves. In the first half, ranks add the parts that they receive to
 their own, until each part is complete somewhere; the second half hands the complete parts out.
 
-[Note: blocks] Parts travel in blocks of neighbours: in the first half to the rank that has the number of one of them,
-in the second half from there. Where there are fewer parts than ranks, numbers are taken modulo the number of parts.
+[Note: blocks] Parts travel in blocks of neighbours: in the first half to the rank that has the number of one of these
+parts, in the second half from there. Where there are fewer parts than ranks, numbers are taken modulo the number of
+parts.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Algorithm(NamedTuple):
     """`make` gives the rounds among two or more ranks.
 
     `latencies` is the number of transfers one after another that the smallest message needs, where this is not the
-    number of rounds: because no rank takes part in all of them.
+    number of rounds, because no rank takes part in all rounds.
     """
 
     make: Callable[[int], Rounds]

@@ -127,7 +127,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the workers of a job are divided, as in torch's `DeviceMesh`: `order` names the dimensions, outermost first.
 
     Neighbours in the last dimension have neighbouring ranks. `expert` divides the dimension `data`: experts are
-    distributed over as many neighbours in it.
+    distributed over `expert` neighbours in it.
     """
 
     tensor: Int64 = 1
@@ -161,7 +161,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return stage * math.prod(inside) % gpus_per_host
 
     def placements(self, names: Iterable[str], gpus_per_host: int, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Where the groups in these dimensions lie: the host of each worker of a group, in the order of its workers.
+        """Return where groups in these dimensions lie: the host of each worker of a group, in the order of its workers.
 
         Groups that lie alike are there once, and hosts are counted from the first worker's. Dimensions are
         `DIMENSIONS`, `expert`, and `replica` (what is left of `data`). Of a `stage`, only its own groups count.

@@ -165,7 +165,7 @@ def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ran
 
 
 def _places(layouts: Sequence[BufferLayout]) -> dict[str, list[tuple[int, int, int]]]:
-    """Where the slices of each tensor lie: the first byte of each, the number of its memory, and the element there."""
+    """Return where each tensor's slices lie: each one's first byte, the number of its memory, and the element there."""
     places: dict[str, list[tuple[int, int, int]]] = {}
     for memory, chain in enumerate(chains(layouts)):
         at = 0

@@ -56,7 +56,7 @@ class Times(NamedTuple):
 
     @property
     def lanes(self) -> list[float]:
-        """When each lane ends."""
+        """Return when each lane ends."""
         return [own[-1] if own else 0.0 for own in self.actions]
 
 

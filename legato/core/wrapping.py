@@ -21,7 +21,7 @@ __all__ = ["Group", "Sync", "Wrapping"]
 #: among replicas in the last; only in the last; or in every one, with the parameters gathered once a step.
 Sync = Literal["each", "all-reduce-last", "last", "gathered-once"]
 
-#: As many groups as `set_modules_to_forward_prefetch` may name; more would gather the model at once.
+#: The most groups that `set_modules_to_forward_prefetch` may name; more would gather the model at once.
 _MOST_PREFETCHED = 64
 #: Groups in a picture.
 _MOST_ROWS = 20
@@ -51,12 +51,12 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """A plan for fully sharded training: groups of modules in the order in which the forward pass runs them.
 
     Parameters of modules that are in no group belong to the root, which is gathered first and kept. With
-    `forward_prefetch` and `backward_prefetch`, each group names as many next ones
+    `forward_prefetch` and `backward_prefetch`, each group names this number of next groups
     (`set_modules_to_forward_prefetch`); with 0, FSDP2's own rule holds. `buffers` is
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
     `replicas` times (HSDP). `micro_batches` are accumulated in one step, as `sync` says. `workload_id` names the
-    workload for which it was planned. Raises `InputError` on numbers out of range, and on a module in two groups
-    or inside another one.
+    workload for which it was planned. Raises `InputError` on numbers out of range, and on a module in two groups or
+    inside another one.
     """
 
     name: str

@@ -191,7 +191,7 @@ class _Chain:
 
 
 def _waits(network: Array, seconds: Array) -> tuple[Array, float]:
-    """How long each computation waits at least, and when the last one ends.
+    """Return how long each computation waits at least, and when the last one ends.
 
     `network[i, j]` are seconds between the end of computation i - 1 (the beginning, if i is 0) and the start of j.
     """

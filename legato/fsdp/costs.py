@@ -47,13 +47,13 @@ class Costs(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, cluster: Cluster, hosts: Hosts, *, replicas: int = 1, host_s: float = 0.0) -> Costs:
-        """The costs on a cluster whose workers are `replicas` times as many as a model is sharded over.
+        """Return the costs on a cluster with `replicas` times the workers that a model is sharded over.
 
-        A gather, or a reduce-scatter, takes half of what the cluster's default collective takes to all-reduce as many
-        bytes; among other numbers of ranks, it has the latencies and the bytes of a ring of these. Where the cluster
-        is derived from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks
-        that share a host use the links inside. Raises `InputError` if the replicas, or the GPUs of a host, do not
-        divide the workers, or if nothing is left to be sharded.
+        A gather, or a reduce-scatter, takes half the time of the cluster's default collective to all-reduce the same
+        bytes; among other numbers of ranks, it has the latencies and the bytes of a ring of these. Where the cluster is
+        derived from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that
+        share a host use the links inside. Raises `InputError` if the replicas, or the GPUs of a host, do not divide the
+        workers, or if nothing is left to be sharded.
         """
         if cluster.default_collective == PARAMETER_SERVER:
             raise InputError(f"collective: {PARAMETER_SERVER} (expected one of workers: FSDP2 has no servers)")

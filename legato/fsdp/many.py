@@ -1,8 +1,8 @@
 """The rules of FSDP2 for many wrappings of one model at once, which is what the planner needs.
 
 It gives the same seconds and bytes as `rules.run`, for wrappings of contiguous groups with one micro-batch on a host
-that is never late, for all wrappings of as many groups at once: every number is an array with an entry for each of
-them. Units: seconds and bytes.
+that is never late, for all wrappings of one number of groups at once: every number is an array with an entry for each
+wrapping. Units: seconds and bytes.
 """
 
 from __future__ import annotations

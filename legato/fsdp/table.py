@@ -42,7 +42,7 @@ __all__ = [
     "program_of_wrapping",
 ]
 
-#: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
+#: Rows whose times differ by less than this part are taken to be equally fast; the simplest one is the answer.
 SAME = 0.01
 #: A relative difference of times that nobody measures.
 _ROUNDING = 1e-3
@@ -55,7 +55,7 @@ _MULTIPLES = (1.0, 1.5, 2.0)
 _STATE, _STATES = 4, 2
 #: Each micro-batch is simulated.
 _MOST_MICRO_BATCHES = 256
-#: Regular groups: of as many units each, with as many of the last ones kept.
+#: Regular groups: the numbers of units in each, and the numbers of last groups that are kept.
 _EVERY, _LAST_KEPT = (1, 2, 3, 4, 6, 8), (1, 2, 3)
 
 
@@ -136,7 +136,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def gap(self) -> float | None:
-        """How far the time is above the bound, as a part of it."""
+        """Return how far the time is above the bound, as a part of it."""
         return self.seconds / self.bound_s - 1 if self.bound_s else None
 
 

@@ -1,4 +1,4 @@
-"""The communications of a job, from what each of its ranks tells of them: their groups, kinds and bytes.
+"""The communications of a job, from the traces of its ranks: their groups, kinds and bytes.
 
 The n-th communication of a group on one rank is the n-th one on the others.
 """

@@ -84,7 +84,7 @@ class TracedTransfer:
 
     @property
     def began_s(self) -> float:
-        """When it had waited."""
+        """Return when its wait for late ranks ended."""
         return min(self.start_s + self.waited_s, self.end_s)
 
 
@@ -178,8 +178,8 @@ class RankMeasure:
 class ShardedGroup:
     """The work of one call of `fully_shard` (FSDP2) in a step, with the bytes of all ranks; the root has no modules.
 
-    `reshard` is what `reshard_after_forward` seems to be: False if it was not gathered in the backward pass. It is
-    gathered as many groups `ahead` of its own hook in the forward pass, and in the backward pass. `gathers` and
+    `reshard` is what `reshard_after_forward` seems to be: False if it was not gathered in the backward pass. `ahead` is
+    by how many groups it is gathered before its own hook, in the forward and in the backward pass. `gathers` and
     `scatters` count its collectives. `forward_s` has a time for each of its modules, in the order in which they ran,
     where these can be told apart. Of an embedding, no gradient of the input is needed.
     """

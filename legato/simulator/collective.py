@@ -1,4 +1,4 @@
-"""By formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
+"""The simulator by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
 This is the model that planners use (MG-WFBP section II, PACE section IV).
 Messages are sent one at a time, in the plan's order: each starts when the one

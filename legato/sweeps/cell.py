@@ -115,7 +115,7 @@ class Simulation:
                 raise TooLargeError(f"{name}: {error}") from None
 
     def beyond_formulas(self, plan: Plan | None, name: str, fabric: Fabric) -> str:
-        """Why there is no formula for the fabric, or for a plan on it; "" where there is one."""
+        """Return why there is no formula for the fabric, or for a plan on it; "" where there is one."""
         if PRICED_AS.get(name, name) not in fabric_names("formulas"):
             return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
         if plan is None or not (fabric.servers or name in UNDIVIDED):

@@ -110,7 +110,7 @@ class Delivery(threading.Thread):
             self._store.set(key, piece)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Why there is no trace, or nothing; then the trace; then nothing."""
+        """Yield why there is no trace; or an empty piece, the pieces of the trace, and an empty piece."""
         try:
             packed = self._packed()
         except Exception as error:

@@ -75,7 +75,7 @@ class Fitted(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """In what a step is nearly linear; none for what is a job's own."""
+    """The numbers in which a step is nearly linear; None leaves the job's own."""
 
     slowness: float
     host_s: float | None = None
@@ -116,7 +116,7 @@ def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
 
 
 def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
-    """As many numbers as these steps tell, whose slownesses alone are their `own`."""
+    """Return the numbers that these steps tell; `own` has the slowness of each step alone."""
     one, attention = (
         _Numbers(1 / statistics.median(1 / each for each in own)),
         1 / steps[0][0].machine.attention_efficiency,

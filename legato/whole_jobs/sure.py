@@ -15,10 +15,11 @@ from legato.zoo.presets import MACHINES
 
 __all__ = ["APART", "LIKE", "SMALL_S", "Interval", "Kind", "Like", "interval", "is_default", "kind_of"]
 
-#: Sequences of as many tokens are long; layers that compute for less in both passes may be bound by the host.
+#: Sequences of this number of tokens or more are long; layers that compute for less in both passes may be bound by the
+#: host.
 _LONG, SMALL_S = 16_384, 10e-3
-#: Predictions that differ by less do not tell which of two layouts is the faster. Of measured pairs (of one source,
-#: framework and model on as many GPUs) as near as that, and of all others, the shares whose order was right.
+#: Predictions that differ by less do not tell which of two layouts is the faster. Then the shares of measured pairs (of
+#: one source, framework, model and number of GPUs) whose order was right: of pairs as near as that, and of all others.
 APART = 0.05
 ORDER_NEAR, ORDER_APART = 0.62, 0.91
 

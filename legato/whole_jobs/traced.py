@@ -182,9 +182,9 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
 
 
 def repeated(program: Program, workers: int) -> Program:
-    """The program on more data-parallel workers: copies of it, whose groups of the kind `data` are one larger group.
+    """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
 
-    Every copy computes the same and sends as many bytes a worker. Raises `InputError` if `workers` is no multiple of
+    Every copy computes the same and sends the same bytes a worker. Raises `InputError` if `workers` is no multiple of
     the program's, or nothing in the program is of the kind `data`.
     """
     own = program.workers

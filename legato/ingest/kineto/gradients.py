@@ -64,7 +64,7 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
 
 
 def why_none(step: TracedStep) -> str:
-    """Why a plan cannot be made for a step of which `gradients` finds none."""
+    """Return why a plan cannot be made for a step in which `gradients` finds none."""
     sent = sum(t.carries_gradients for t in step.transfers)
     parameters = len(_accumulations(step))
     if not sent and not parameters:
@@ -165,7 +165,7 @@ def _rows(step: TracedStep, name: str) -> list[int]:
 
 
 def _first_by_sequence(step: TracedStep) -> dict[int, float]:
-    """When the forward operator with each sequence number began."""
+    """Return when the forward operator with each sequence number began."""
     columns, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
     for row in _step_rows(step):
         if columns.link[row] >= 0:

@@ -30,7 +30,7 @@ from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasu
 
 __all__ = ["Graph", "import_kineto"]
 
-#: Of a long trace, as many steps from its middle are read as have about this many events.
+#: Only the steps from the middle of a long trace are read that have about this many events together.
 _MOST_EVENTS = 400_000
 #: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
 _ROUNDING_S = 1e-12

@@ -157,7 +157,7 @@ def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ..
 
 
 def _third(computation: list[Activity]) -> float:
-    """When the first third of the computation has been launched."""
+    """Return when the first third of the computation has been launched."""
     left = sum(a.end_s - a.start_s for a in computation) / 3
     for activity in computation:
         left -= activity.end_s - activity.start_s

@@ -193,7 +193,7 @@ class _Walk:
         return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
-        """When each communication that this rank starts could begin, in order (see the note above)."""
+        """Return when each communication that this rank starts could begin, in order (see the note above)."""
         step, found = self.step, list[tuple[float, int]]()
         host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
         latest: dict[tuple[int, ...], float] = {}
@@ -210,7 +210,7 @@ class _Walk:
         return deque(sorted(found, key=lambda start: start[0]))
 
     def _pauses(self) -> list[_Pause]:
-        """Where this rank waits for communications, in order (see the note above)."""
+        """Return where this rank waits for communications, in order (see the note above)."""
         step, until, left = self.step, self.step.begin_s, set(range(len(self.step.transfers)))
         ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
         found = []

@@ -95,7 +95,7 @@ class TracedStep:
 
     @property
     def late_launches(self) -> int:
-        """How many ops and transfers began before the host launched them, by their record."""
+        """Return how many ops and transfers began before the host launched them, by their record."""
         starts = [event.start_s for event in (*self.ops, *self.transfers)]
         launches = (*self.host_s.tolist(), *self.issued_s)
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
@@ -246,7 +246,7 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
 def _extent(
     trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
-    """When the step begins on the device, and how long it lasts (see the note above)."""
+    """Return when the step begins on the device, and how long it lasts (see the note above)."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
     begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)

@@ -1,10 +1,10 @@
-"""The links that the groups of a communication use, and how many of its connections are on each of them.
+"""The links that the groups of a communication use, and how many of its connections are on each link.
 
 [Note: connections]
-A collective of a group is one flow, whose connections are equally fast. A ring goes through each host once, and as many
-rings as the group has workers on a host do so, each over another worker's card: a card has one connection, and a
-worker's link inside the host one of each ring. Inside a host alone there are as many rings as workers. In an all-to-all
-each worker has a connection with each other one, and a send is one connection.
+A collective of a group is one flow, whose connections are equally fast. A ring goes through each host once. There is
+one ring for each worker that the group has on a host, each over another worker's card: a card has one connection, and a
+worker's link inside the host one of each ring. A group inside one host has one ring for each worker, too. In an
+all-to-all each worker has a connection with each other one, and a send is one connection.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Connections(NamedTuple):
 
 
 def shape_of(operation: Operation) -> str:
-    """Which connections an operation has: `ring`, `all_to_all` or `send`."""
+    """Return which connections an operation has: `ring`, `all_to_all` or `send`."""
     return operation if operation in ("all_to_all", "send") else "ring"
 
 

@@ -66,7 +66,7 @@ class SharedStep:
 
 
 class _Window(NamedTuple):
-    """From `begin_s` to `end_s`: of each job, how many steps it was given, and which of them are inside."""
+    """The window from `begin_s` to `end_s`: for each job, how many steps it was given, and which steps are inside."""
 
     begin_s: float
     end_s: float

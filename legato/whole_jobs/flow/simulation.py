@@ -30,7 +30,7 @@ _MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
-    """When all workers of a communication had started it, when it began, with its latency, and when it ended."""
+    """A communication: when all its workers had started it, when it began, with its latency, and when it ended."""
 
     started_s: float
     begin_s: float
@@ -50,7 +50,7 @@ class LaneTimes:
 
     @property
     def end_s(self) -> float:
-        """When its last action ends."""
+        """Return when its last action ends."""
         return max((end for _, end in self.times.values()), default=0.0)
 
 

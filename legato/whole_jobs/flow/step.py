@@ -126,7 +126,7 @@ def simulate(job: Job, network: Network, *, lane: int | None = None, alike: bool
 
 
 def seconds_of(lanes: Sequence[LaneTimes]) -> float:
-    """How long a step takes."""
+    """Return how long a step takes."""
     return max(lane.end_s for lane in lanes)
 
 

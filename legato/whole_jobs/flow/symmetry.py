@@ -2,11 +2,12 @@
 
 [Note: symmetry]
 In an equitable partition each worker of a class is in groups of the same classes, each group of a class has members of
-the same classes and as many connections on links of the same classes, and each link of a class carries as many
-connections of groups of the same classes. So if all workers of a class have done the same until some moment, the flows
-of a class of groups share links with like flows, have the same max-min fair rate, and go on doing the same: one of each
-class, on links that count the connections of all, has the times of the whole network. Whatever differs - a stage, a
-failing link, the path that a hash has chosen - is in the first colours or in the edges, and splits what it touches.
+the same classes and the same number of connections on links of each class, and each link of a class carries the same
+number of connections of groups of each class. So if all workers of a class have done the same until some moment, the
+flows of a class of groups share links with like flows, have the same max-min fair rate, and go on doing the same: one
+of each class, on links that count the connections of all, has the times of the whole network. Whatever differs - a
+stage, a failing link, the path that a hash has chosen - is in the first colours or in the edges, and splits what it
+touches.
 
 Colours are hashes of 64 bits (1-dimensional Weisfeiler-Leman, with sums over neighbours): that two of a million differ
 and have the same colour has a probability of 3e-8.

@@ -127,9 +127,9 @@ def _products(job: Job, mixture: bool) -> list[float]:
 def _attention_s(job: Job) -> tuple[float, float]:
     """The core of attention, forward and backward.
 
-    Forward 2 T s a (d_qk + d_v) FLOPs. With scores in the kernel: the causal half of them, and backward 2.5 times as
-    many, since scores are computed again. With stored scores: all, backward twice as many, and the memory traffic of
-    T s a scores in softmax, dropout and the products.
+    Forward 2 T s a (d_qk + d_v) FLOPs. With scores in the kernel: the causal half of them, and backward 2.5 times that,
+    since scores are computed again. With stored scores: all, backward twice that, and the memory traffic of T s a
+    scores in softmax, dropout and the products.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -204,7 +204,7 @@ def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
 
 
 def _tensor(job: Job, nbytes: float) -> _Sends:
-    """Around attention or an MLP, for an activation of `nbytes` (arXiv 2205.05198, section 4.2.2).
+    """Return the sends around attention or an MLP, for an activation of `nbytes` (arXiv 2205.05198, section 4.2.2).
 
     With sequence parallelism: a gather before the first matrices, divided by columns, and a reduce-scatter after the
     last one, divided by rows. Backward the reverse, and a gather of the inputs again (not in DTensor, which keeps them,

@@ -40,7 +40,7 @@ class Work:
     behind: tuple[Exchange, ...] = ()
 
     def and_then(self, other: Work) -> Work:
-        """Both as one piece, whose exchanges have the computing of both."""
+        """Return both as one piece, in which exchanges can run during the computing of both."""
         return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
 
     def window_s(self, one: Beside) -> float:

@@ -112,7 +112,7 @@ def _computes(name: str) -> bool:
 
 
 def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tuple[list[float], list[float]]]:
-    """When each thread of the host carries out collectives in that time: the starts and the ends."""
+    """Return when each thread of the host carries out collectives in that time: the starts and the ends."""
     columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
     rows = np.array(_marks(trace), dtype=np.int64)
     for i in rows[(columns.end[rows] > start_s) & (columns.start[rows] < end_s)].tolist():
@@ -151,10 +151,9 @@ def _on_host(trace: Trace) -> bool:
 
 
 def _sends(trace: Trace) -> NDArray[np.bool_]:
-    """Which events of the device move data between devices; found once.
+    """Return which events of the device move data between devices; found once.
 
-    They are those whose names say so, and those that the operator or mark of a collective has launched, but no operator
-    inside it.
+    Their names say so, or the operator or mark of a collective has launched them, and no operator inside it.
     """
     if trace.sends is None:
         device, (host, thread) = trace.device, _launches(trace)
@@ -199,7 +198,7 @@ def _around(columns: EventColumns, thread: int, moment_s: float) -> list[int]:
 
 
 def _rows(trace: Trace, columns: EventColumns, wanted: Callable[[str], object]) -> NDArray[np.bool_]:
-    """Which events have names that are wanted."""
+    """Return which events have names that are wanted."""
     return np.array([bool(wanted(name)) for name in trace.names], dtype=np.bool_)[columns.name]
 
 
@@ -258,7 +257,7 @@ def _elements(args: Arguments | None) -> int | None:
 
 
 def device_free_at(trace: Trace, start_s: float) -> float:
-    """When the device has finished everything launched before `start_s`, but not before `start_s`."""
+    """Return when the device has finished everything launched before `start_s`, but not before `start_s`."""
     if not len(trace.device):
         return start_s
     host, _ = _launches(trace)
@@ -304,7 +303,7 @@ def _device_activities(trace: Trace, start_s: float, end_s: float, wanted: NDArr
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When and on which thread the host launched each device event: by correlation, else when its operator began.
+    """Return when and on which thread the host launched each device event: by correlation, else by its operator.
 
     A stream runs its events in the order of their launches. An event whose
     launch and operator are not in the trace was therefore launched when the event before it in

@@ -173,7 +173,7 @@ class EventColumns:
         del self._detail
 
     def repeats(self) -> NDArray[np.bool_]:
-        """Which events are the same as another one in all but their arguments: all of these but one."""
+        """Return which events are the same as another one in all but their arguments: all of these but one."""
         columns = self.link, self.thread, self.name, self.end, self.start
         order, found = np.lexsort(columns), np.zeros(len(self), np.bool_)
         found[order[1:]] = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)

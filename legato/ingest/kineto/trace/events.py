@@ -241,7 +241,7 @@ def read_trace(
 
 
 def _launched_s(trace: Trace) -> NDArray[np.float64]:
-    """When the host launched each event of the device; not a number where its launch is not in the trace."""
+    """Return when the host launched each event of the device; not a number where its launch is not in the trace."""
     rows = rows_with(trace.launch.link, trace.device.link)
     return np.append(trace.launch.start, np.nan)[rows]
 

@@ -1,7 +1,7 @@
 """The event loop: runs services as they become ready (`services.py` defines them), under the discipline of the links.
 
-- *First come, first served*: services run in the order `(ready, key, id)`. When a link becomes free need not be
-  waited for: what it serves next is known before.
+- *First come, first served*: services run in the order `(ready, key, id)`. The loop need not wait until a link becomes
+  free: what it serves next is known before.
 - *Priorities*: a link that is free begins, of the services that are ready, the one with the highest priority; of
   these the first in the order `(ready, key, id)`. What has begun is not interrupted. Of the services of all links that
   could begin at the same, earliest moment, the one with the highest priority begins first: what it releases at this
@@ -108,7 +108,7 @@ def link_edges(records, before, after):
 
 @_inlined
 def served(profiles, i, begin, work):
-    """When service i ends that begins at `begin`, and takes `work` seconds undisturbed."""
+    """Return when service i ends if it begins at `begin` and takes `work` seconds undisturbed."""
     p = profiles.profile_of[i]
     if p < 0:
         return begin + work
@@ -168,7 +168,7 @@ def _run(records, successors, num_links, profiles, priority, trips):
 
 @_inlined
 def _serve(profiles, service, i, links):
-    """When service i begins and ends; its link, if it has one, is busy in between."""
+    """Run service i; return its begin and end, between which its link, if it has one, is busy."""
     begin, link = service.begin_s, service.link
     if link >= 0:
         begin = max(begin, links[link].free_s)
@@ -180,7 +180,7 @@ def _serve(profiles, service, i, links):
 
 @_inlined
 def _travel(trips, service, i, links):
-    """When trip i ends that is begun now; its transfers occupy both links."""
+    """Run trip i now, whose transfers occupy both links; return when it ends."""
     work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
     end = first = last = 0.0
     for k in range(trips.received[i]):

@@ -29,8 +29,8 @@ _WORKERS_PER_HOST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Collective):
-    """In hosts of `Network.gpus_per_host` workers; where that is 1, of the greatest common divisor of 8 and the number
-    of workers in each rack, which share the network card of the first of them."""
+    """Hosts have `Network.gpus_per_host` workers; if that is 1, the greatest common divisor of 8 and the number of
+    workers in each rack, and these share the first worker's network card."""
 
     def host_shape(self, network: Network) -> HostShape:
         if network.gpus_per_host > 1:

@@ -58,7 +58,7 @@ class IterationTimes:
 
 
 def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
-    """When an iteration ends: with servers, when all is summed; else when all has arrived and is computed with."""
+    """Return when an iteration ends: with servers, when all is summed; else when all has arrived and been used."""
     if fabric.servers:
         return float(run.summed_s.max())
     return max(float(run.received_s.max()), run.computed_s)

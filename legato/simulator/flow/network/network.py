@@ -133,7 +133,7 @@ class Network:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
-        """The network of a cluster: like hosts behind one switch.
+        """Return the network of a cluster: like hosts behind one switch.
 
         A measured cluster has the bandwidth and the latency at which MG-WFBP's Table II gives its default collective
         the cost that was measured; a collective that the table does not have (`gloo`, `nccl`) counts as a ring.

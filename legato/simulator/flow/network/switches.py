@@ -13,10 +13,9 @@ down. So the paths from one host to all others are a tree, and those from all to
 - *rails* (NVIDIA's rail-optimized topology): card i of every host is connected to leaf i.
 
 [Note: balance]
-With ECMP, a flow is all that one host sends to another. A hash of the two and of the seed
-chooses its path once and for all, and several flows may share a link while others are
-idle. Sprayed packets use all paths equally: the links from a leaf to its spines, or from
-the spines of a pod to the cores, are then like one link that is as fast as all of them.
+With ECMP, a flow is all that one host sends to another. A hash of the two and of the seed chooses its path once and for
+all, and several flows may share a link while others are idle. Sprayed packets use all paths equally: the links from a
+leaf to its spines, or from the spines of a pod to the cores, are then like one link with their total bandwidth.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Switches:
 
     @property
     def _tiers(self) -> _Tiers:
-        """How many switches there are; where packets are sprayed, one spine and one core stand for all."""
+        """Return how many switches there are; where packets are sprayed, one spine and one core stand for all."""
         sprayed = self.balance == "spray"
         if self.topology == "fat-tree":
             half = self.num_ports // 2

@@ -1,2 +1,2 @@
 """Several jobs on one network: where they are (`placement.py`), what they do to one another (`jobs.py`), and when each
-of them had better begin (`phases.py`)."""
+should begin (`phases.py`)."""

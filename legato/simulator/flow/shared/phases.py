@@ -3,11 +3,10 @@
 Idea (CASSINI, Rajasekaran, Ghobadi and Akella, NSDI 2024): a job that trains computes and communicates in turn. If
 jobs with similar periods share a link, shifting one against the other lets one communicate while the other computes.
 
-A shift is between 0 and the period of its job. For two jobs, the second one's is tried at
-`GRID` equally distant points of its period; for more, one job's after the other's, the
-others being held, until none moves. If neighbouring shifts are equally good, the middle
-of the longest row of them is taken, from where a drift does least harm; a shift that is
-better than both its neighbours is moved by halves, quarters and so on of the distance.
+A shift is between 0 and the period of its job. For two jobs, the second one's is tried at `GRID` equally distant points
+of its period; for more, one job's after the other's, the others being held, until none moves. If neighbouring shifts
+are equally good, the middle of their longest row is taken, where a drift does least harm; a shift that is better than
+both its neighbours is moved by halves, quarters and so on of the distance.
 
 Where jobs keep no pace, a shift is given once. Whether it lasts is up to the jobs: on
 links that serve transfers in turn, jobs may find phases by themselves in which they do
@@ -37,7 +36,7 @@ _SAME = 1e-3
 #: Shares of a period by which a shift may be off.
 DRIFTS = (0.01, 0.05, 0.10)
 #: The share by which the last job's period is longer, and the iterations in which it drifts through all phases: the
-#: window has three quarters of them.
+#: window has three quarters of these.
 _LONGER, _BEAT = 0.01, 134
 #: Services of all simulations together; with fair sharing they take a hundred times as long.
 _MOST_SERVICES, _MOST_FAIR = 2_000_000_000, 20_000_000

@@ -17,7 +17,7 @@ from legato.simulator.flow.network.topology import Hosts, Routes, Topology
 
 __all__ = ["PLACEMENTS", "Placed", "Placement", "check_taken", "num_hosts", "place"]
 
-#: How jobs are placed: one after the other; alternately over racks; anyhow; all of them on the same hosts.
+#: How jobs are placed: one after the other; alternately over racks; at random; all jobs on the same hosts.
 Placement = Literal["packed", "spread", "random", "together"]
 PLACEMENTS: tuple[Placement, ...] = ("packed", "spread", "random", "together")
 
@@ -32,7 +32,7 @@ def _places(workers: Sequence[int], how: Placement) -> int:
 
 
 def place(workers: Sequence[int], how: Placement, network: Network) -> list[tuple[int, ...]]:
-    """Where the workers of each job are, in the order of its workers: at the places of these workers of `network`.
+    """Return the places of each job's workers, in their order, as numbers of workers of `network`.
 
     "packed" places one job after the other on neighbouring hosts. "spread" deals out hosts, first the first one of
     every leaf (of a rack; on rails, where all hosts are connected to the same leaves, it is "packed"), then the second
