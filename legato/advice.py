@@ -469,7 +469,7 @@ def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[P
 def _verdict(
     lines: Sequence[str], predictions: Sequence[Prediction], error: float | None, stock_code: str
 ) -> tuple[list[str], str]:
-    """Sentences, the most important first, and the line of code to try; `lines` say what else iterations wait for."""
+    """Return sentences, the most important first, and the code to try; `lines` say what else iterations wait for."""
     _, stock, ours = predictions
     off = abs(error or 0.0)
     hint = f" Take it as a hint: the prediction of the traced plan is itself off by {percent(off)}."
@@ -528,7 +528,7 @@ def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
 
 
 def _share(ranks: Sequence[RankTimes], cause: str) -> float:
-    """The part of an iteration that a cause takes."""
+    """Return the share of an iteration that a cause takes."""
     iteration_s = _over_ranks(ranks, "iteration_s")
     return _over_ranks(ranks, cause) / iteration_s if iteration_s > 0 else 0.0
 
@@ -790,7 +790,7 @@ def _plans_table(advice: Advice) -> TextTable | None:
 
 
 def _longest(advice: Advice) -> str:
-    """For which rank plans are, and which takes longest and least."""
+    """Say for which rank plans are, and which ranks take longest and shortest."""
     by_time, mine = sorted(advice.undelayed_s, key=advice.undelayed_s.__getitem__), advice.rank
     times = {rank: format_seconds(advice.undelayed_s[rank]) for rank in (mine, by_time[0], by_time[-1])}
     whose = "which takes longest" if times[mine] == times[by_time[-1]] else "as asked for"

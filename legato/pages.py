@@ -1,4 +1,4 @@
-"""Pages of any values: what each of them shows, and what several of one job show together."""
+"""Pages of any values: what each value shows, and what several values of one job show together."""
 
 from __future__ import annotations
 

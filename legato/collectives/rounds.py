@@ -110,7 +110,7 @@ class Algorithm(NamedTuple):
         return rounds * latency, byte * sent / parts
 
     def pairs(self, ranks: int) -> list[tuple[int, int]]:
-        """Who sends to whom in the first half."""
+        """Return who sends to whom in the first half."""
         return [
             (rank, (rank + shift) % ranks ^ one.flip)
             for one in self.rounds(ranks).reduce
@@ -149,7 +149,7 @@ def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...]
 
 @functools.lru_cache(1024)
 def _loads(algorithm: Algorithm, ranks: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """The parts; and of each half, the rounds, the sends that wait for others of their round, and the parts sent."""
+    """Return the number of parts, and for each half (rounds, sends that wait for others of their round, parts sent)."""
     parts, *halves = algorithm.rounds(ranks)
     first, second = (
         (

@@ -94,7 +94,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """The same without the floor, in this kind of numbers."""
+        """Return the cost without the floor, in this kind of numbers."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -105,13 +105,13 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(least, y + (longer - y) / (later - x) * (nbytes - x))
 
     def times(self, share: float) -> LinearCost:
-        """The cost of what takes this share of the time."""
+        """Return the cost of a message that takes `share` of the time."""
         points = tuple((x, y * share) for x, y in self.points)
         return LinearCost(self.alpha_s * share, self.beta_s_per_byte * share, self.floor_s * share, points, self.off)
 
     @property
     def line(self) -> LinearCost:
-        """The same without points, for what needs a latency and a bandwidth: the line of `fit` through them."""
+        """Return the cost without points, if a latency and a bandwidth are needed: the line of `fit` through them."""
         if not self.points:
             return self
         found = LinearCost.fit(self.points)
@@ -154,7 +154,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def following(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """The line of `fit` if it is within 10% at each size, else interpolated between the sizes.
+        """Return the line of `fit` if it is within 10% at each size, else a cost interpolated between the sizes.
 
         Where larger messages took less time, neighbours get their mean. Raises `InputError` like `fit`.
         """

@@ -101,7 +101,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     @property
     def wire_nbytes(self) -> int:
-        """The bytes that travel: half of them, rounded up, in a `wire` format, which has two bytes for four."""
+        """The bytes that travel: half of the bytes, rounded up, in a `wire` format, which has two bytes for four."""
         return self.nbytes if self.wire is None else -(-self.nbytes // 2)
 
     @property
@@ -164,12 +164,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
 
     def sending(self, messages: tuple[Message, ...]) -> Plan:
-        """The plan with other messages. What DDP does not send, legato sends."""
+        """Return the plan with other messages. What DDP does not send, legato sends."""
         carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
     def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
-        """The plan with halves in place of its all_reduces, where workers keep their own part of what `shard` says.
+        """Return the plan with two halves for each all_reduce, where workers keep only their part of what `shard` says.
 
         Each all_reduce becomes a reduce_scatter in its place. Then come the
         all_gathers, in the order in which the next forward pass reads the parameters:
@@ -239,7 +239,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return "\n".join([self._title(), *table(headings, rows, right=2)])
 
     def _carriers(self) -> dict[tuple[str | None, str], list[int]]:
-        """The messages of a kind, by their index, that carry bytes of a tensor."""
+        """Return the messages of a kind, by their index, that carry bytes of a tensor."""
         found: dict[tuple[str | None, str], list[int]] = {}
         for i, message in enumerate(self.messages):
             for name in message.tensors:

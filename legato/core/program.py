@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, t
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="wait"):
-    """Wait until a communication has ended, by its number in the program. One that blocks is a start and a wait."""
+    """Wait until a communication has ended, by its number in the program. A blocking one is a start and a wait."""
 
     communication: int
 

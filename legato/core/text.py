@@ -15,7 +15,7 @@ def one_line(text: str) -> str:
 
 
 def shorten(name: str, most: int = 40) -> str:
-    """The name on one line, without its middle if it has more than `most` characters; the end tells most."""
+    """Return the name on one line, without its middle if it has more than `most` characters: the end tells most."""
     name = one_line(name)
     return name if len(name) <= most else f"{name[: most // 3]}...{name[len(name) - (most - most // 3 - 3) :]}"
 

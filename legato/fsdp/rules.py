@@ -210,8 +210,7 @@ class _Rules:
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return, by unit, the groups that begin before it, and those that end after it; the root is around all
-        others."""
+        """Return, by unit, the groups that begin before it, and those that end after it, the root outermost."""
         first: list[list[int]] = [[] for _ in self.units]
         last: list[list[int]] = [[] for _ in self.units]
         for k in sorted(range(len(self.groups)), key=lambda k: (k != self.root, k)):

@@ -28,7 +28,7 @@ class Format(NamedTuple):
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """The function for a workload, or for a program, which not every format has."""
+        """Return the function that reads a workload, or a program, which not every format has."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

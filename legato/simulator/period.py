@@ -91,7 +91,7 @@ class Period:
         self.captured = workload.iteration_order()
 
     def updates_by_arrival(self, messages: Iterable[Message]) -> list[int]:
-        """The optimizer ops in the order in which the last reduce_scatter comes of what they read.
+        """Return the optimizer ops in the order in which the last reduce_scatter of what they read arrives.
 
         An op stands after those that it depends on. Of ops whose gradients come with the
         same message, the one that the forward pass needs first comes first.

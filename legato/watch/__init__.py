@@ -65,7 +65,7 @@ class Settings:
 
 
 def become(arguments: Sequence[str], settings: Settings) -> NoReturn:
-    """Become Python with these arguments, as it would be without legato, but for what watches it."""
+    """Become Python with these arguments, as it would be without legato, except for what watches it."""
     if sys.flags.ignore_environment:
         raise InputError("python -E or -I: what watches the script would be ignored (expected neither)")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -168,7 +168,7 @@ class Watch:
             self._give_up(f"no steps came while they were recorded, for {format_seconds(limit_s)}")
 
     def _script_profiles(self) -> None:
-        """The script starts a profiler of its own: two at a time cannot be, and the script's comes first."""
+        """Make way for a profiler that the script starts: only one can run, and the script's comes first."""
         if not self._here:
             self._others = True
             if self._recording is not None:
@@ -209,7 +209,7 @@ class Watch:
 
 
 class _Recording:
-    """Some steps under the profiler: `saved_s` is how long their trace took to be saved, once it is."""
+    """Some steps under the profiler; once their trace is saved, `saved_s` is how long that took."""
 
     def __init__(self, steps: int, trace: Path, step_s: float) -> None:
         wanted = profiler.schedule(wait=0, warmup=WARM_UP, active=steps, repeat=1)
@@ -249,7 +249,7 @@ class _Recording:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Kineto, which reads this setting when it is first used, prints nothing."""
+    """Make Kineto print nothing; it reads this setting when it is first used."""
     known = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:

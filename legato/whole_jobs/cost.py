@@ -48,7 +48,7 @@ class Cost:
         )
 
     def behind(self, seconds: float, hidden: bool = True) -> Cost:
-        """The same bytes, and, if `hidden`, of all seconds only those beyond these of other work."""
+        """Return the same bytes, and, if `hidden`, only the time that exceeds these seconds of other work."""
         left = max(0.0, 1 - seconds / self.total_s) if hidden and self.total_s else 1.0
         return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
 
@@ -66,7 +66,7 @@ def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
 
 
 def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:
-    """The exchanges of a stage's workers one after another, each with the network for itself."""
+    """Return the cost of exchanges of a stage's workers one after another, each with the network to itself."""
     each = (
         price(one.kind, one.operation, job.machine, job.group(*one.dimensions, stage=stage), one.nbytes) * one.times
         for one in exchanges

@@ -78,7 +78,7 @@ class Layouts:
 
     @property
     def equal(self) -> list[Step]:
-        """The first ones, which predictions do not tell apart."""
+        """The fastest layouts, which predictions do not tell apart."""
         return [step for step in self.best if step.seconds < (1 + APART) * self.best[0].seconds]
 
     @property

@@ -111,7 +111,7 @@ class Step:
 
     @property
     def layer_s(self) -> float:
-        """Seconds for which the smallest layer computes on a micro-batch, in both passes."""
+        """Return the seconds for which the smallest layer computes on a micro-batch, in both passes."""
         kinds = {index in self.job.model.mixtures for index in range(self.job.model.layers)}
         return min(sum(work.computing_s for work in layer.layer(self.job, mixture)) for mixture in kinds)
 
@@ -125,7 +125,7 @@ def waits(parts: dict[str, float]) -> str:
 
 
 def beyond_rounding(seconds: float, step_s: float) -> float:
-    """These seconds of a step, or 0 if they are so few that only rounding leaves them."""
+    """Return these seconds of a step, or 0 if they are only a rounding error."""
     return seconds if abs(seconds) > 1e-12 * step_s else 0.0
 
 
@@ -208,7 +208,7 @@ def _stages(job: Job) -> list[_Costs]:
 
 
 def _send(job: Job, stage: int, nbytes: float) -> Cost:
-    """A transfer between a stage and the next one, unless both are one worker's."""
+    """Return the cost of a transfer between a stage and the next one; none if both are on one worker."""
     if job.mesh.pipeline == 1:
         return Cost()
     return send("pipeline", job.machine, nbytes, is_away(job, stage))

@@ -49,7 +49,7 @@ class ProgramStep:
 
 
 def replay(program: Program) -> ProgramStep:
-    """The step with its communications as traced. Raises `InputError` if the program is not traced."""
+    """Return the step with its communications as traced. Raises `InputError` if the program is not traced."""
     return run(program, traced_s(program))
 
 
@@ -163,7 +163,7 @@ Walk: TypeAlias = tuple[int, Iterable[tuple[Action, float, float, float]]]
 
 
 def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramStep:
-    """A step of `seconds` in means over the workers, whatever ran it."""
+    """Return a step of `seconds` in means over the workers, whatever simulated it."""
     kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
     rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
     workers = program.workers

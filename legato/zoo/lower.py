@@ -49,7 +49,7 @@ def lower(  # noqa: PLR0913
     replica_devices: int = 1,
     parts: Callable[[int], Mapping[tuple[str, Phase], float]] | None = None,
 ) -> Workload:
-    """One training iteration of a model on a device.
+    """Return one training iteration of a model on a device.
 
     `batch_size` is the model's own by default; it counts the samples of all `accumulate` micro-batches of a replica.
     `forward_s` and `backward_s` (seconds), where given, scale the ops of that pass of a micro-batch to this total.

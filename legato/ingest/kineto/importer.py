@@ -160,7 +160,7 @@ def _imported(
 
 
 def _alike(workload: Workload, others: Sequence[TracedStep], keep_idle: bool) -> tuple[Workload, ...]:
-    """The workloads of those other steps that have as many ops as this one's."""
+    """Return the workloads of the other steps that have the same number of ops as this one."""
     ignored = Notes()
     found = (_workload(workload.name, s, gradients(s, ignored), ignored, keep_idle)[0] for s in others)
     return tuple(other for other in found if other is not None and len(other.ops) == len(workload.ops))
@@ -197,7 +197,7 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
 
 
 def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
-    """The program of a step; None, and why, if the traces do not tell."""
+    """Return the program of a step; None, with a note of why, if the traces do not tell."""
     notes = Notes()
     try:
         return Whole(program(title, steps, workers, notes, keep_idle=keep_idle), notes)
@@ -214,7 +214,7 @@ def _steps(
     notes: Notes,
     progress: Progress | None,
 ) -> dict[str, TracedStep]:
-    """The wanted steps of one rank, by name, without those in which nothing was computed."""
+    """Return the wanted steps of one rank, by name, without steps in which nothing was computed."""
     names = {interval.name for interval in wanted}
     same = [w for w in marked if w.name in names]
     if not same:
@@ -243,7 +243,7 @@ def _lasts(step: TracedStep, events: Sequence[TracedOp | TracedTransfer]) -> boo
 def _workload(
     title: str, step: TracedStep, sent: Sequence[Gradient], notes: Notes, keep_idle: bool
 ) -> tuple[Workload | None, str]:
-    """The workload of a step; None, and why, if the step lacks what one needs."""
+    """Return the workload of a step; None, with a note of why, if the step lacks what a workload needs."""
     device = "gpu" if step.on_device else "cpu"
     try:
         if not sent:
@@ -313,7 +313,7 @@ def _check_one_rank(trace: Marks) -> None:
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
-    """The rank whose steps count: others need to have them."""
+    """Return the rank whose steps count: the others need to have these steps, too."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
@@ -327,7 +327,7 @@ def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
 
 
 def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
-    """The step that was asked for; else all steps, or as many from the middle as are not too many events."""
+    """Return the step that was asked for; else all steps, or the middle ones of a trace with too many events."""
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
@@ -368,7 +368,7 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
 
 def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, list[TracedTransfer]]:
-    """Each rank's transfers; what each takes longer than on the rank where it is shortest, it has waited."""
+    """Return each rank's transfers; the time by which one is longer than on the rank where it is shortest is a wait."""
     transfers = transfers_of(steps)
     waited = {r: list(own) for r, own in transfers.items()}
     for joint in joints:

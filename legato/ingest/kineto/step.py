@@ -101,7 +101,7 @@ class TracedStep:
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
 
     def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
-        """Since when an op could have run, of which the device has been idle since `until_s` (see the note above)."""
+        """Return since when an op could have run, if the device is idle since `until_s` (see the note above)."""
         if not self.on_device:
             return until_s
         if host_s > op.start_s - ROUNDING_S:
@@ -175,7 +175,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """The sends and receives of each kernel that carries out several."""
+    """Return the sends and receives of each kernel that carries out several."""
     since: dict[int, float] = {}  # when each thread launched its last one
     found = []
     for activity, what in zip(issued, described, strict=True):

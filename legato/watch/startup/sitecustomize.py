@@ -27,7 +27,7 @@ class _Start:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Python's own specification of a module, but that optimizers get a hook when theirs has been loaded."""
+        """Return Python's own specification of a module; optimizers also get a hook once theirs is loaded."""
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]

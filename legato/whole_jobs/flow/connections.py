@@ -103,6 +103,6 @@ def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[i
 
 
 def _summed(rows: Ints, links: int) -> Ints:
-    """The same with each link of a group once."""
+    """Return the uses with each link of a group once."""
     pairs, which = np.unique(rows[:, 0] * links + rows[:, 1], return_inverse=True)
     return np.column_stack([*np.divmod(pairs, links), np.bincount(which, rows[:, 2], len(pairs)).astype(np.int64)])

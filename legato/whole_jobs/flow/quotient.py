@@ -92,7 +92,7 @@ class Quotient:
         return result
 
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """The same without links that bind no rate, which would only take time.
+        """Return the classes of links without the ones that bind no rate, which would only take time.
 
         Each group has one flow at a time, which is never faster than alone. If a link has room for all of its flows as
         fast as that, it is never full; and of links that are used alike, one is as good as all. Disturbed ones stay.

@@ -69,7 +69,7 @@ def run_steps(
     shift_s: Sequence[float],
     free: Container[int] = (),
 ) -> list[list[list[LaneTimes]]]:
-    """The same for `counts[j]` steps of each job, whose lanes are `jobs[j]`: by job and step, the times of its classes.
+    """Return the times of classes by job and step, for `counts[j]` steps of each job, whose lanes are `jobs[j]`.
 
     The first step of a job begins after `shift_s[j]` seconds, each other one when all of the job's workers have ended
     the one before it. Raises `TooLargeError` on too many classes and steps.
@@ -102,7 +102,7 @@ class _Run:
         self.steps = [self._steps(*job) for job in zip(jobs, counts, shift_s, strict=True)]
 
     def _steps(self, lanes: range, count: int, shift_s: float) -> list[tuple[int, dict[int, _Walk]]]:
-        """Add the steps of a job: of each, the service before it, and the walks of its workers."""
+        """Add the steps of a job; return for each step the service before it, and the walks of its workers."""
         standing = self.quotient.standing["worker"].tolist()
         workers = [worker for worker in standing if int(self.quotient.lane_of[worker]) in lanes]
         begun, result = self._add((), shift_s), []

@@ -219,13 +219,13 @@ class Case:
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
 
     def services(self, workers: int) -> int:
-        """At least how many services run, all iterations together, on the links of this number of workers."""
+        """Return at least how many services run in all iterations, on the links of this number of workers."""
         reduce, distribute = self.fabric.services(self.network)
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
 
     def topology(self, *, symmetry: bool, keep_transfers: bool) -> Topology:
-        """The links of all workers, or, with `symmetry`, of as few as can stand for all.
+        """Return the links of all workers, or, with `symmetry`, of the fewest that can stand for all.
 
         Raises `TooLargeError` if they have too many transfers.
         """

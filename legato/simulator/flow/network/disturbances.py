@@ -194,7 +194,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or one of what is not there; `there` has how many of a kind are."""
+    """Raise `InputError` on too many disturbances, or on what is not there; `there` has the numbers by kind."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:

@@ -241,7 +241,7 @@ class Switches:
         return np.full(leaves, cards // leaves)
 
     def choice(self, source: ArrayLike, target: ArrayLike) -> Links:
-        """The number of the path that the flow takes which these two numbers name ([Note: balance])."""
+        """Return the number of the path that a flow takes, which these two numbers name ([Note: balance])."""
         _, _, spines, cores, _ = self._tiers
         paths = spines * max(cores, 1)
         if paths <= 1:

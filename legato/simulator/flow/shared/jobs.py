@@ -403,7 +403,7 @@ def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
 
 
 def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
-    """The same after the engine has run, where computation may be slower for a while."""
+    """Return the same after the engine has run, because computation may be slower for a while."""
     if not unrolled.disturbed:
         return _compute_s(unrolled, first, last)
     halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]

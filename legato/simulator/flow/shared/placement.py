@@ -60,7 +60,7 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 
 
 def check_taken(taken: set[int], network: Network) -> None:
-    """Raise `InputError` if a GPU is slower that is not `taken` by a worker of a job, or a card that no job uses.
+    """Raise `InputError` if a GPU that is not `taken` by a worker of a job, or a card that no job uses, is slowed down.
 
     It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.
     """
