@@ -687,7 +687,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def _only_observes(hook: Any) -> bool:
-    """Whether a hook is that of `legato watch`, which nothing else depends on."""
+    """Return whether a hook belongs to `legato watch`; nothing else depends on it."""
     return getattr(hook, "only_observes", False)
 
 

@@ -56,7 +56,7 @@ def group_device(group: Any) -> torch.device:
 
 
 def is_capturing() -> bool:
-    """Whether kernels are recorded into a graph now, where nothing else may be asked of the device."""
+    """Return whether kernels are recorded into a graph now, so that nothing else may be asked of the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
