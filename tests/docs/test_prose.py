@@ -19,8 +19,7 @@ TURNS = {
 }
 #: What has not been read with these in mind yet. Take a room off when it is done.
 NOT_YET = (
-    *("README.md", "CHANGELOG.md", "docs/collectives.md", "docs/commands.md", "docs/design.md", "docs/extending.md"),
-    *("docs/fully_sharded.md", "docs/language_models.md", "docs/traces.md", "docs/whole_jobs.md"),
+    *("CHANGELOG.md", "docs/fully_sharded.md", "docs/whole_jobs.md"),
     *("legato/advice.py", "legato/cli/", "legato/core/cluster.py", "legato/core/files.py", "legato/demo/"),
     *("legato/ingest/chakra/program.py", "legato/ingest/kineto/gradients.py", "legato/ingest/kineto/importer.py"),
     *("legato/ingest/kineto/program.py", "legato/ingest/network.py", "legato/integrations/"),
