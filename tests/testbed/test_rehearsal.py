@@ -237,7 +237,7 @@ def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, d
         (["rehearse", "W", "--shard", "optimizer", "--wire", "bf16"], "wire"),
         (["rehearse", "nowhere.json"], "nowhere.json"),
         (["rehearse", "W", "--report", "nowhere/r.html"], "no such directory"),
-        (["rehearse", "W", "--report", "r.json"], "--report r.json: .json (expected .html)"),
+        (["rehearse", "W", "--report", "r.json"], "--report r.json: .json (expected .html, .svg, .pdf)"),
         (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
         (["rehearse", "W", "--bandwidth", "fast"], "fast"),
         (["rehearse", "W", "--workers", "1"], "nothing to exchange"),

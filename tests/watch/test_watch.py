@@ -98,7 +98,12 @@ def test_a_script_ends_as_without_it(script, ends):
 def test_interrupts_are_the_scripts(script, tmp_path):
     path = script(SLEEPER)
     process = subprocess.Popen(
-        [sys.executable, *WATCH, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        [sys.executable, *WATCH, path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
     )
     assert process.stdout.readline() == "1\n"
     process.send_signal(signal.SIGINT)
