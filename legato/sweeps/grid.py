@@ -59,7 +59,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
     `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
-    `options` go to the fabric. Schedulers and fabrics of the user's own have their `label`s here.
+    `options` go to the fabric. Schedulers and fabrics of the user's own are named by their `label`.
     """
 
     workload_id: str

@@ -154,7 +154,7 @@ def workload(  # noqa: PLR0913
 
     `batch_size` counts samples (images, sentences); the default is from the paper that uses the model. `device` is one
     of `DEVICES`, by its name, or any `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and `fp32`,
-    for language models `h100` and `bf16`. A language model on a `Machine` (`legato.zoo.presets` has some) computes for
+    for language models `h100` and `bf16`. A language model on a machine (`legato.zoo.presets` has some) computes for
     as long as the job of one GPU does (`legato.zoo.language.layer`); in fp32, for twice as long. If `forward_s` or
     `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add up to it.
     `gradients` is the precision in which gradients are sent, by default the computation's.
