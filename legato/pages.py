@@ -47,7 +47,7 @@ def report(*values: Any, path: str | os.PathLike[str]) -> None:
     """Draw values on one self-contained page (.html), or only the figures (.svg, .pdf).
 
     Workloads, clusters, plans, timelines and measured times are drawn together, as `legato report` does. Steps of whole
-    jobs, layouts, and what `legato.sweeps`, `legato.compare` and `legato.advise` return have sections of their own.
+    jobs, layouts, and what `legato.sweep`, `legato.compare` and `legato.advise` return have sections of their own.
     Raises `InputError` on a value that is none of these, and `FileError`.
     """
     nouns = Given([(f"value {k + 1}", value) for k, value in enumerate(values) if isinstance(value, _NOUNS)])
@@ -62,7 +62,7 @@ def report(*values: Any, path: str | os.PathLike[str]) -> None:
 
 def _sections(value: Any) -> Sequence[ModelReport]:
     if isinstance(value, Layouts):
-        return [report_of(value.best[0], value, faster(value.best[0]))]
+        return [report_of(value.first, value, faster(value.first))]
     if isinstance(value, Step):
         return [report_of(value, None, faster(value))]
     if isinstance(value, Results) and value and isinstance(value[0], Candidate):

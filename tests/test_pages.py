@@ -1,4 +1,4 @@
-"""`legato.reports`, `legato.sweeps` and `legato.compare`: in Python as on the command line, flat rows, and refusals."""
+"""`legato.report`, `legato.sweep` and `legato.compare`: in Python as on the command line, flat rows, and refusals."""
 
 import re
 
@@ -106,3 +106,15 @@ def test_nothing_is_drawn_of_nothing(tmp_path):
     for values in ((), (3,), (CLUSTER,)):
         with pytest.raises(InputError, match=r"\(expected "):
             legato.report(*values, path=tmp_path / "page.html")
+
+
+def test_the_page_of_layouts_is_that_of_the_command(tmp_path, capsys):
+    """The fastest of these layouts is near the limit of the memory; what is asked of machines is of one that fits."""
+    found = legato.layouts("llama-3-8b", gpus=16, batch=32, number=3)
+    assert found.first != found.best[0]
+    ours, pages = ["layouts", "llama-3-8b", "--gpus", 16, "--batch", 32, "--number", 3], [tmp_path / "a.html"]
+    assert run(capsys, *ours, "--report", pages[0])[0] == 0
+    pages.append(tmp_path / "b.html")
+    legato.report(found, path=pages[1])
+    command, python = (page.read_text() for page in pages)
+    assert command == python

@@ -25,7 +25,7 @@ class _Line(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-_HEADER = b'{"format":"legato.sweeps/1"}\n'
+_HEADER = b'{"format":"legato.sweep/1"}\n'
 
 
 def journal_of(output: Path) -> Path:
