@@ -12,9 +12,10 @@ program that stock DDP itself refuses is left out. One that fails is made smalle
 Plans are random and given, or with `--auto` legato makes them: programs are longer, and observation and tournaments so
 short that a plan is decided within them. Which plan wins is drawn, and in most programs which plans compete, too.
 
-With `--late` they run on an accelerator without a GPU (`support.late`), whose kernels run later than their call, in an
-order that the seed draws, and at least one habit uses a stream of its own. Two accesses to the same memory that no
-stream waits for are found whatever the order; a program that has such a race under DDP is left out.
+With `--late` they run on an accelerator, and at least one habit uses a stream of its own: on a GPU where there is one,
+over gloo, else on the device without a GPU (`support.late`), whose kernels run later than their call, in an order that
+the seed draws. On the latter, two accesses to the same memory that no stream waits for are found whatever the order; a
+program that has such a race under DDP is left out.
 
 With `--dry` the second side is stock DDP too, with a bucket for each parameter and ranks that dawdle: it tests the
 programs. `--habits` takes these habits in place of those that the seed draws, `--slow` may draw the slow ones, and
@@ -73,6 +74,8 @@ PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60, "auto": 60}
 PROGRAMS = 20
 #: The kinds in which legato trains: by given plans, and by plans of its own.
 LEGATOS = ("legato", "auto")
+#: What `--late` runs on.
+ACCELERATOR = "cuda" if torch.cuda.is_available() else "late"
 
 # ---- one run of a program ------------------------------------------------------------------
 
@@ -88,17 +91,17 @@ class Race(Exception):
 class Job:
     """One run on this rank: what the habits have set up, and what has been noted down."""
 
-    def __init__(self, seed, kind, long=False):
+    def __init__(self, seed, kind, long=False, late=False):
+        self.late = late  # on an accelerator
         self.seed, self.kind, self.i, self.working, self.plans = seed, kind, -1, False, 0
         self.steps = random.Random(seed).randint(*((12, 24) if long else (6, 14)))
-        self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        self.generator = self.random(1000 * seed + dist.get_rank())
         self.dawdling = random.Random(f"{seed} {kind} {dist.get_rank()}")
         self.attaching = random.Random(f"{seed} attaching")
         self.contests, self.on_attaching = [], {}
         self.log, self.moments, self.made, self.ready = [], collections.defaultdict(list), [], []
         self.options, self.contexts, self.losses, self.strangers, self.around, self.cleanups = {}, [], [], [], [], []
         self.module, self.optimizers, self.closures = Dense(), [], False
-        self.late = sys.modules.get("support.late.device")  # if the ranks have its device
         self.beside = []  # (whether it reads weights only, stream) of what the training's own stream has not waited for
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
@@ -173,7 +176,11 @@ class Job:
         return [m for m in self.module.modules() if not list(m.children())]
 
     def probe(self):
-        return self.module.batch(torch.Generator().manual_seed(5))
+        return self.module.batch(self.random(5))
+
+    def random(self, seed):
+        """A generator of random numbers, on the GPU if batches are made there."""
+        return torch.Generator("cuda" if self.late and ACCELERATOR == "cuda" else "cpu").manual_seed(seed)
 
     # Streams of their own
 
@@ -186,6 +193,8 @@ class Job:
         main = torch.accelerator.current_stream()
         side.wait_event(main.record_event()) if self.i % 2 else side.wait_stream(main)
         with side:
+            if ACCELERATOR == "cuda":
+                torch.cuda._sleep(self.dawdling.choice([0, 10**5, 10**6]))
             yield
         if joined:
             self.beside.append((joined == "weights", side))
@@ -226,6 +235,8 @@ class Job:
     def happen(self, moment):
         if self.kind != "ddp" and self.dawdling.random() < 0.1:
             time.sleep(self.dawdling.choice([5e-4, 2e-3, 5e-3]))
+        if self.late and ACCELERATOR == "cuda":
+            torch.cuda._sleep(self.dawdling.choice([0, 10**5, 10**6]))
         for function in self.moments[moment]:
             function()
 
@@ -1928,7 +1939,7 @@ on_streams = functools.partial(habit, kind="late")
 @on_streams
 def averaged_beside(job, rng):
     """An average of the weights."""
-    side, averages, steps = torch.Stream("late"), {}, job.some(rng)
+    side, averages, steps = torch.Stream(ACCELERATOR), {}, job.some(rng)
     joined, moment = rng.choice([None, "weights"]), rng.choice(["forward", "between", "after", "after"])
 
     @job.moments[moment].append
@@ -1944,7 +1955,7 @@ def averaged_beside(job, rng):
 @on_streams
 def averaged_late(job, rng):
     """An average whose stream waits for the step at once, and reads the weights when the next forward pass has."""
-    side, averages, steps = torch.Stream("late"), {}, job.some(rng)
+    side, averages, steps = torch.Stream(ACCELERATOR), {}, job.some(rng)
     moment = rng.choice(["begin", "forward", "between"])
     job.moments["after"].append(lambda: side.wait_stream(torch.accelerator.current_stream()))
 
@@ -1965,7 +1976,7 @@ def averaged_late(job, rng):
 @on_streams
 def norm_beside(job, rng):
     """The norm of the gradients, by which they may be scaled."""
-    side, steps, used = torch.Stream("late"), job.some(rng), rng.random() < 0.5
+    side, steps, used = torch.Stream(ACCELERATOR), job.some(rng), rng.random() < 0.5
 
     @job.moments["between"].append
     def norm():
@@ -1984,7 +1995,7 @@ def norm_beside(job, rng):
 @on_streams
 def copied_beside(job, rng):
     """Copies of weights, gradients or states on the host, which are read later."""
-    side, steps, copies = torch.Stream("late"), job.some(rng), {}
+    side, steps, copies = torch.Stream(ACCELERATOR), job.some(rng), {}
     what = rng.choice(["weights", "state_dict", *([] if job.shard else ["gradients", "states"])])
     moment = rng.choice(["between", "after"]) if what in ("weights", "state_dict") else "between"
 
@@ -2003,7 +2014,7 @@ def copied_beside(job, rng):
         joined = {"weights": "weights", "state_dict": None}.get(what, "gradients")
         with torch.no_grad(), job.on(side, joined):
             for name, value in values().items():
-                if value is not None and value.device.type == "late":
+                if value is not None and value.device.type == ACCELERATOR:
                     if name not in copies or copies[name].shape != value.shape:
                         copies[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu").pin_memory()
                     copies[name].copy_(value, non_blocking=True)
@@ -2020,7 +2031,7 @@ def copied_beside(job, rng):
 @on_streams
 def branched(job, rng):
     """A layer runs on a stream of its own, and so does its backward pass."""
-    side, leaf, steps = torch.Stream("late"), rng.choice(job.leaves()), job.some(rng)
+    side, leaf, steps = torch.Stream(ACCELERATOR), rng.choice(job.leaves()), job.some(rng)
     forward = leaf.forward
 
     def aside(*inputs):
@@ -2041,7 +2052,7 @@ def branched(job, rng):
 
 def aside(job, rng, name):
     """A part of each step on a stream of its own."""
-    side, steps, plain = torch.Stream("late"), job.some(rng), getattr(job, name)
+    side, steps, plain = torch.Stream(ACCELERATOR), job.some(rng), getattr(job, name)
 
     def part(*arguments, **options):
         if job.i not in steps:
@@ -2058,18 +2069,18 @@ several("work backward step zero", aside, "late")
 @on_streams
 def all_aside(job, rng):
     """The whole training."""
-    side = torch.Stream("late")
+    side = torch.Stream(ACCELERATOR)
     job.around.append(lambda: job.on(side))
 
 
 @on_streams
 def batches_aside(job, rng):
-    side, plain = torch.Stream("late"), job.batch
+    side, plain = torch.Stream(ACCELERATOR), job.batch
 
     def batch():
         made = [t.cpu().pin_memory() for t in plain()]
         with job.on(side):
-            made = [t.to("late", non_blocking=True) for t in made]
+            made = [t.to(ACCELERATOR, non_blocking=True) for t in made]
         for t in made:
             t.record_stream(torch.accelerator.current_stream())
         return made
@@ -2079,7 +2090,7 @@ def batches_aside(job, rng):
 
 @on_streams
 def evaluated_beside(job, rng):
-    side, steps = torch.Stream("late"), job.some(rng)
+    side, steps = torch.Stream(ACCELERATOR), job.some(rng)
 
     @job.moments[rng.choice(["begin", "after"])].append
     def evaluate():
@@ -2095,7 +2106,7 @@ def evaluated_beside(job, rng):
 @on_streams
 def changed_beside(job, rng):
     """Weights or gradients are changed on a stream of its own."""
-    side, one, gradient = torch.Stream("late"), job.one(rng), rng.random() < 0.5
+    side, one, gradient = torch.Stream(ACCELERATOR), job.one(rng), rng.random() < 0.5
 
     @job.at(rng, *(["between"] if gradient else []))
     def change():
@@ -2113,7 +2124,7 @@ def sharded_plans(job, rng):
 @on_streams
 def hooked_beside(job, rng):
     """A hook copies each gradient as it arrives."""
-    side, one, found = torch.Stream("late"), job.one(rng), []
+    side, one, found = torch.Stream(ACCELERATOR), job.one(rng), []
 
     @job.ready.append
     def hook():
@@ -2190,10 +2201,11 @@ def late_messages(seed):
             return launch(channel, buffer, message, residual)
         busy = isinstance(channel._last, _QueuedWork) and not channel._last.is_completed()
         before, delay = None if busy else channel._last, rng.choice([5e-4, 2e-3, 5e-3])
+        written = torch.cuda.current_stream().record_event() if buffer.is_cuda else None
 
         def carry_out():
             time.sleep(delay)
-            channel._carry_out(before, None, buffer, message, residual)
+            channel._carry_out(before, written, buffer, message, residual)
 
         channel._last = channel._queue(carry_out)
         return channel._last
@@ -2235,7 +2247,7 @@ def drawn_decisions(job):
         yield
 
 
-def run(seed, names, kind, long=False):
+def run(seed, names, kind, long=False, accelerated=False):
     """On a rank: {log, messages, said, error, legatos, traceback} of a program under `ddp`, `dry`, `legato` or `auto`.
 
     What legato says on standard error is `said`.
@@ -2245,12 +2257,17 @@ def run(seed, names, kind, long=False):
     result = {"error": None, "traceback": ""}
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
-        if late := sys.modules.get("support.late.device"):
+        late = sys.modules.get("support.late.device")
+        if accelerated:
             torch.accelerator.synchronize()
-            late.races()
-            late.seed(seed + 7 * dist.get_rank())
-            stack.enter_context(torch.device("late"))
-        said, job, launched = stack.enter_context(contextlib.redirect_stderr(io.StringIO())), Job(seed, kind, long), []
+            stack.enter_context(torch.device(ACCELERATOR))
+            if late:
+                late.races()
+                late.seed(seed + 7 * dist.get_rank())
+            else:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+        said, launched = stack.enter_context(contextlib.redirect_stderr(io.StringIO())), []
+        job = Job(seed, kind, long, accelerated)
         for without in (Bare, Lookahead, LookaheadOfTimm):  # torch puts hooks around `step` of their classes in a copy
             stack.enter_context(patch.object(without, "step", without.step))
         try:
@@ -2265,9 +2282,9 @@ def run(seed, names, kind, long=False):
             if kind == "dry" and not {"compiled_part", "compiled_ddp"} & {*names}:  # which have buckets of their own
                 job.options["bucket_cap_mb"] = 1e-5
             job.train()
-            if late:
+            if accelerated:
                 torch.accelerator.synchronize()
-                if races := late.races():
+                if races := late and late.races():
                     raise Race("; ".join(races[:3]))
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip()
@@ -2288,11 +2305,13 @@ class Pool:
     """Ranks that are replaced when they hang or fail, and now and then."""
 
     def __init__(self, size=2, backend="gloo"):
-        self.backend, self._ranks, self._runs = backend, Ranks(size, backend), 0
+        self.backend, self._runs = backend, 0
+        self._over = "gloo" if ACCELERATOR == "cuda" else backend
+        self._ranks = Ranks(size, self._over)
 
     def run(self, seed, names, kind, long=False):
         """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
-        self._ranks.begin(run, seed, names, kind, long)
+        self._ranks.begin(run, seed, names, kind, long, self.backend == "late")
         results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S[kind]
         while None in results and time.monotonic() < patience:
             for rank, pipe in enumerate(self._ranks._pipes):
@@ -2305,7 +2324,7 @@ class Pool:
         results = [r or self._lost("hangs", self._place(rank)) for r, rank in zip(results, ranks, strict=True)]
         if self._runs >= 2 * PROGRAMS or any(r["error"] for r in results):
             self.close(force=any(r["error"] for r in results))
-            self._ranks, self._runs = Ranks(self._ranks.size, self.backend), 0
+            self._ranks, self._runs = Ranks(self._ranks.size, self._over), 0
         return results
 
     def _received(self, pipe):

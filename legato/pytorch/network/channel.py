@@ -153,17 +153,17 @@ class _GlooChannel:
             raise
 
     def _do(self, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
-        steps = _steps_of(message) or (None if residual is None else _OWN)
+        steps, stream = _steps_of(message) or (None if residual is None else _OWN), current_stream(buffer.device)
         if steps is None:
             self._gloo.allreduce([buffer]).wait()
-            return
-        # On an accelerator, what is sent is a copy on the host.
-        host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
-        self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
-        if (stream := current_stream(buffer.device)) is not None:
-            buffer.copy_(host)
-            if residual is not None and host_residual is not None:
-                residual.copy_(host_residual)
+        else:  # on an accelerator, what is sent is a copy on the host
+            host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
+            self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
+            if stream is not None:
+                buffer.copy_(host)
+                if residual is not None and host_residual is not None:
+                    residual.copy_(host_residual)
+        if stream is not None:  # no stream of the training waits for that of this thread
             stream.synchronize()
 
 
