@@ -16,8 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import profiler
+from torch.torch_version import TorchVersion
 
 from legato.core.text import count
 from legato.core.units import format_seconds
@@ -226,12 +228,13 @@ class _Recording:
         self._timer = threading.Timer(limit_s, lambda: ctypes.pythonapi.Py_AddPendingCall(self._late, None))
         self._timer.daemon = True
         self._timer.start()
-        with _quiet():
+        with _set_for_kineto():
             self._profiler.start()
 
     def step(self) -> None:
         begin_s = time.perf_counter()
-        self._profiler.step()
+        with _set_for_kineto():
+            self._profiler.step()
         if not self._wanted:
             self.saved_s = time.perf_counter() - begin_s
 
@@ -239,7 +242,8 @@ class _Recording:
         """Stop the profiler; without all steps, nothing is saved."""
         self._wanted = False
         self._timer.cancel()
-        self._profiler.stop()
+        with _set_for_kineto():
+            self._profiler.stop()
 
     def _save(self, recorded: Any) -> None:
         if self._wanted:
@@ -248,15 +252,22 @@ class _Recording:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Make Kineto print nothing; it reads this setting when it is first used."""
-    known = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+def _set_for_kineto() -> Iterator[None]:
+    """Make Kineto print nothing, and leave a GPU when it has recorded, for else all later steps are slower.
+
+    It reads these settings, of the environment, when it is first used and when it ends. Before CUDA 12.6, CUDA graphs
+    crash once it has left.
+    """
+    wanted = {"KINETO_LOG_LEVEL": "99"}
+    if torch.version.cuda is not None and TorchVersion(torch.version.cuda) >= "12.6":
+        wanted["TEARDOWN_CUPTI"] = "1"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        if known is None:
-            del os.environ["KINETO_LOG_LEVEL"]
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _place() -> tuple[int, int]:
