@@ -1,10 +1,11 @@
 """The runtime's own cost: one process, so that every message is delivered at once.
 
-    python benchmarks/runtime.py [--iterations 40]
+    python benchmarks/runtime.py [--iterations 40] [--cuda]
 
 Prints, per model and plan (a message per tensor; 20 tensors a message; all in one), the
 CPU time of an iteration under DistributedDataParallel and under legato, and the ratio,
-all of them medians, and the time to wrap the model. Blocks of five iterations of the
+all of them medians, and the time to wrap the model. With `--cuda`, on a GPU over NCCL,
+it is the time that passes until the GPU is done. Blocks of five iterations of the
 two alternate, and a ratio is that of two neighbours, so that a machine that slows down
 slows both. (A block ends with all updates applied: otherwise DDP's next module call
 would wait for them.)
@@ -38,7 +39,8 @@ def plans(model: nn.Module) -> dict[str, Plan]:
 
 def training(build, kind):
     torch.manual_seed(0)
-    model, optimizer, loss_of = build()
+    with torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"):
+        model, optimizer, loss_of = build()
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
@@ -91,15 +93,19 @@ def tiny():
     return model, torch.optim.SGD(model.parameters(), lr=1e-3), lambda m: m()
 
 
-def cpu_seconds(block):
-    start = time.process_time()
+def seconds(block):
+    cuda = dist.get_backend() == "nccl"
+    clock = time.perf_counter if cuda else time.process_time
+    start = clock()
     block()
-    return (time.process_time() - start) / BLOCK
+    if cuda:
+        torch.cuda.synchronize()
+    return (clock() - start) / BLOCK
 
 
 def compare(build, kind, iterations):
     blocks = [training(build, "ddp"), training(build, kind)]
-    pairs = [[cpu_seconds(block) for block in blocks] for _ in range(1 + iterations // BLOCK)][1:]
+    pairs = [[seconds(block) for block in blocks] for _ in range(1 + iterations // BLOCK)][1:]
     ddp, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(b / a for a, b in pairs)
     print(f"{build.__name__:9} {kind:11} {ours * 1e3:8.1f} ms, DDP {ddp * 1e3:8.1f} ms: {ratio:.2f}", flush=True)
@@ -108,13 +114,15 @@ def compare(build, kind, iterations):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=40)
-    iterations = parser.parse_args().iterations
+    parser.add_argument("--cuda", action="store_true")
+    options = parser.parse_args()
+    backend = "nccl" if options.cuda else "gloo"
     torch.set_num_threads(1)
     with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        for build in (tiny, resnet50, gpt2):
+        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
+        for build in (resnet50, gpt2) if options.cuda else (tiny, resnet50, gpt2):
             for kind in ("per tensor", "merged", "single"):
-                compare(build, kind, iterations)
+                compare(build, kind, options.iterations)
         dist.destroy_process_group()
 
 
