@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.strategies import clusters, costs, durations, workloads
 
@@ -81,6 +81,7 @@ def test_batches_are_small_gradients_that_wait_only_for_the_network(drawn, cost,
 
 @given(workloads(max_tensors=8), clusters(max_collectives=1), thresholds | st.none())
 def test_batching_alone_never_costs_time(workload, cluster, threshold):
+    assume(not cluster.collectives["c0"].points)  # between measured sizes, one message may cost more than two
     options = {"serialization": False, "scheduling": False, "threshold": threshold}
     batched = iteration_time(workload, schedule("caramel", workload, cluster, **options), cluster)
     assert batched <= iteration_time(workload, schedule("fifo", workload, cluster), cluster)
