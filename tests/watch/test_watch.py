@@ -57,7 +57,7 @@ def python(*arguments, cwd=None, status=0, **more):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**environment(), **more},
+        env={**environment(PYTHONFAULTHANDLER="1"), **more},
         timeout=PATIENCE_S,
         check=False,
     )
