@@ -57,7 +57,7 @@ def python(*arguments, cwd=None, status=0, **more):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**environment(PYTHONFAULTHANDLER="1"), **more},
+        env={**environment(), **more},
         timeout=PATIENCE_S,
         check=False,
     )
@@ -131,12 +131,20 @@ def test_wrong_input_is_a_line(tmp_path):
     assert "Missing argument" in python(*WATCH, status=2)[1]
 
 
+def unhurried(said):
+    """What is said without how far reading has come, which a busy machine says too."""
+    return [line for line in said.splitlines() if not line.startswith("reading: ")]
+
+
 # ---- trainings --------------------------------------------------------------------------
 
 
 def trained(kind, *options, status=0, torchrun=TORCHRUN, **more):
     """The weights that a training prints on two ranks, watched if there are options, and what is said then."""
-    out, err = python("-m", *torchrun, *(WATCH if options else ()), *options, SCRIPT, kind, status=status, **more)
+    crashes = {"PYTHONFAULTHANDLER": "1"}  # say where they were
+    out, err = python(
+        "-m", *torchrun, *(WATCH if options else ()), *options, SCRIPT, kind, status=status, **crashes, **more
+    )
     return out, "".join(err[err.find("legato: watch: ") :]) if "legato: watch: " in err else ""
 
 
@@ -168,7 +176,7 @@ def test_weights_are_the_same_and_advise_says_the_same(kind, tmp_path):
     first, _, verdict = said.partition("\n")
     assert first.startswith("legato: watch: steps 13 to 16, recorded on 2 of 2 ranks (")
     out, err = python("-u", "-m", "legato", "advise", str(tmp_path / "step-16"))
-    assert verdict == out + err
+    assert unhurried(verdict) == unhurried(out + err)
     assert (tmp_path / "step-16.html").is_file()
 
 
