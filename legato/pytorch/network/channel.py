@@ -163,7 +163,7 @@ class _GlooChannel:
                 buffer.copy_(host)
                 if residual is not None and host_residual is not None:
                     residual.copy_(host_residual)
-        if stream is not None:  # no stream of the training waits for that of this thread
+        if stream is not None:  # no stream of the training waits for this one
             stream.synchronize()
 
 
