@@ -68,7 +68,7 @@ _MUCH = 0.1
 #: The caps, in MiB, that are tried for DDP's buckets.
 _CAPS_MIB = tuple(2**k for k in range(11))
 _MIB = 2**20
-#: Of a job with more ranks, those that wait least and most for late ranks are shown.
+#: A job with more ranks shows those that wait least and most for late ranks.
 _MOST_ROWS = 8
 #: What predictions take as computation, because no plan of gradients changes it.
 COUNTED = "waiting for the host, and collectives that carry no gradients"
@@ -81,9 +81,9 @@ _CAUSES = {
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """A time of every step (seconds): the mean, the standard deviation as the spread, and the median.
+    """A time over the steps (seconds): its mean, its standard deviation (`spread`) and its median.
 
-    `noise` is the median distance from the median. What is said and shown is the median and the noise.
+    `noise` is the median distance from the median. Sentences and tables give the median and the noise.
     """
 
     mean: float
@@ -103,9 +103,9 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class KindSeconds(msgspec.Struct, frozen=True):
-    """How long an iteration transfers with one kind of collective, and how long nothing is computed meanwhile.
+    """How long an iteration transfers with one kind of collective, and for how much of that nothing is computed.
 
-    All-gathers are a kind for each `phase`.
+    The all-gathers of each `phase` are a kind of their own.
     """
 
     kind: str
@@ -117,11 +117,11 @@ class KindSeconds(msgspec.Struct, frozen=True):
 class RankTimes(msgspec.Struct, frozen=True):
     """Where the iterations of one rank go, over `steps` steps.
 
-    An iteration is computing, exposed communication, waiting for late ranks and
-    waiting for the host. `communication_s` includes what is hidden behind
+    An iteration consists of computing, exposed communication, waiting for late ranks
+    and waiting for the host. `communication_s` includes what is hidden behind
     computing. `late_s` is None where the collectives of several ranks could not be
-    compared, for example with the trace of one rank alone. `kinds` has communication
-    by kinds of collectives, which may overlap.
+    compared, for example with the trace of one rank alone. `kinds` has the communication
+    of each kind of collective; kinds may overlap.
     """
 
     rank: int
@@ -145,7 +145,7 @@ class RankTimes(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it saves.
 
-    Both are medians over the traced steps; `wins` are the least and the largest of the shares, if they are several.
+    Both are medians over the traced steps; `wins` are the least and the largest share, if there are several steps.
     """
 
     plan: str
@@ -157,14 +157,14 @@ class Prediction(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True):
     """The advice on a job, from its traces.
 
-    Plans are for `rank`. `undelayed_s` are the median steps of all ranks by rank, without what late ranks delayed,
-    `measured_s` is the one of `rank`, and `error` how far the traced plan's prediction is from it (0.1: the prediction
-    is 10% longer; None for another network). `predictions` begin with the traced plan; `gap` is how far legato's plan
-    is above `lower_bound_s`. All are empty or None if `lacking` says why nothing can be predicted. `code` is the line
-    to try. `missing` and `assumed` are what the traces lack, and what is assumed instead. `groups` are FSDP2's groups,
-    `costs` what its collectives cost, and `comparison` has the traced groups as its first row and other groups after
-    it. `traffic` has the kinds of communication if the job sends more than gradients; its step takes all ranks together
-    `step_s`, and `replayed_s` when it is replayed.
+    Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks. `measured_s` is
+    the median of `rank`, and `error` is how far the traced plan's prediction is from it (0.1: the prediction is 10%
+    longer; None for another network). `predictions` begin with the traced plan; `gap` is how far legato's plan is above
+    `lower_bound_s`. All are empty or None if `lacking` says why nothing can be predicted. `code` is the line to try.
+    `missing` and `assumed` are what the traces lack, and what is assumed instead. `groups` are FSDP2's groups, `costs`
+    what its collectives cost, and `comparison` has the traced groups as its first row and other groups after it.
+    `traffic` has the kinds of communication if the job sends more than gradients; `step_s` is the time of the step over
+    all ranks as traced, and `replayed_s` the time when it is replayed.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def times_of(steps: Iterable[RankMeasure]) -> tuple[RankTimes, ...]:
-    """The times of each rank over all steps."""
+    """Return the times of each rank over all steps."""
     ranks: dict[int, list[RankMeasure]] = {}
     for step in steps:
         ranks.setdefault(step.rank, []).append(step)
@@ -234,7 +234,7 @@ def _by_kind(steps: Sequence[RankMeasure]) -> tuple[KindSeconds, ...]:
 
 
 def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
-    """The cluster of a trace with another number of workers, as rings over the same links."""
+    """Return the cluster of a trace with another number of workers, as rings over the same links."""
     if workers == traced.workers:
         return traced
     if traced.workers < 2:
@@ -282,13 +282,13 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
     if not told:
         least = "at most " if rows[-1].at_most else ""
         told = [
-            f"No kind of traffic is waited for {percent(_WORTH, 0)} of the step: twice the bandwidth of all links is "
-            f"predicted to win {least}{percent(rows[-1].win)}."
+            f"Ranks wait less than {percent(_WORTH, 0)} of the step for each kind of traffic: twice the bandwidth of "
+            f"all links is predicted to save {least}{percent(rows[-1].win)}."
         ]
     exposed, waited = _share(known.ranks, "exposed_s"), rows[-1].exposed_s / step_s if step_s > 0 else 0.0
     if exposed >= waited + _WORTH:
         told = [
-            f"Communication is exposed {percent(exposed)} of the time, and what could be computed waits for it "
+            f"Communication is exposed {percent(exposed)} of the time, but computation waits for it only "
             f"{percent(waited)}: in the rest, the host had launched nothing to compute, or a rank was late.",
             *told,
         ]
@@ -302,7 +302,7 @@ def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
     hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
     return (
         f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
-        f"bandwidth of its links is predicted to win {'at most ' if row.at_most else ''}{percent(row.win)}.{hint}"
+        f"bandwidth of its links is predicted to save {'at most ' if row.at_most else ''}{percent(row.win)}.{hint}"
     )
 
 
@@ -425,15 +425,18 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
     most = max(wins.values())
     if most < _WORTH:
         above = f" (the traced ones are {percent(traced.gap)} above the bound for their memory)" if traced.gap else ""
-        told = f"no other groups are predicted to win {percent(_WORTH, 0)} of an iteration{above}."
-        return [*lines, f"No groups win: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], None
+        told = f"no other groups are predicted to save {percent(_WORTH, 0)} of an iteration{above}."
+        return [*lines, f"Probably nothing to gain: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], None
     if most < off * _TELLING:
         return [_too_close(most, off, "groups"), *lines], None
     told, row = "", free
     if wins[same.name] >= _WORTH:
-        told, row = f"Predicted to win {percent(wins[same.name])} of an iteration in no more memory: {same.name}.", same
+        told, row = (
+            f"Predicted to save {percent(wins[same.name])} of an iteration in no more memory: {same.name}.",
+            same,
+        )
     if wins[free.name] >= wins[same.name] + _WORTH:
-        told += f"{' ' if told else ''}Predicted to win {percent(wins[free.name])} of an iteration with "
+        told += f"{' ' if told else ''}Predicted to save {percent(wins[free.name])} of an iteration with "
         told += f"{format_bytes(free.buffers)} instead of {format_bytes(traced.buffers)} of buffers: {free.name}."
     return [told + (hint if off > wins[row.name] else ""), *lines], row
 
@@ -447,8 +450,8 @@ def _over_steps(best: Prediction) -> str:
 
 def _too_close(win: float, off: float, of: str) -> str:
     return (
-        f"Too close to tell: a win of {percent(win)} is predicted, and the prediction of the traced {of} is itself off "
-        f"by {percent(off)}."
+        f"Too close to tell: a gain of {percent(win)} is predicted, and the prediction of the traced {of} is itself "
+        f"off by {percent(off)}."
     )
 
 
@@ -474,16 +477,16 @@ def _verdict(
     off = abs(error or 0.0)
     hint = f" Take it as a hint: the prediction of the traced plan is itself off by {percent(off)}."
     if max(stock.win, ours.win) < _WORTH:
-        told = f"no plan of transfers is predicted to win {percent(_WORTH, 0)} of an iteration."
-        return [*lines, f"No plan wins: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], ""
+        told = f"no plan of transfers is predicted to save {percent(_WORTH, 0)} of an iteration."
+        return [*lines, f"Probably nothing to gain: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], ""
     if max(stock.win, ours.win) < off * _TELLING:
         return [_too_close(max(stock.win, ours.win), off, "plan"), *lines], ""
     use_stock = stock.win >= ours.win - _WORTH / 2
     best = stock if use_stock else ours
-    told = f"Predicted to win {percent(best.win)} of an iteration{_over_steps(best)}: "
+    told = f"Predicted to save {percent(best.win)} of an iteration{_over_steps(best)}: "
     told += "DDP with other buckets." if use_stock else "legato."
     if not use_stock and stock.win >= _WORTH:
-        told += f" DDP with its best buckets wins {percent(stock.win)} ({stock_code})."
+        told += f" DDP with its best buckets saves {percent(stock.win)} ({stock_code})."
     if off > best.win:
         told += hint
     return [told, *lines], stock_code if use_stock else "model, optimizer = legato.distribute(model, optimizer)"
@@ -522,7 +525,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """The mean over the ranks of their medians over the steps."""
+    """Return the mean over the ranks of their medians over the steps."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -559,11 +562,11 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     found += map(str, advice.costs)
     if advice.comparison is not None:
         found.append(advice.comparison.table("Ways to group modules"))
-        found.append(f"Predictions count as computation what no groups change: {COUNTED}.")
+        found.append(f"In predictions, computation includes what no groups change: {COUNTED}.")
     if plans is not None:
         found.append(
-            f"legato's plan is {percent(advice.gap or 0.0)} above the bound. Predictions count as computation what no "
-            f"plan of gradients changes: {COUNTED}."
+            f"legato's plan is {percent(advice.gap or 0.0)} above the bound. In predictions, computation includes what "
+            f"no plan of gradients changes: {COUNTED}."
         )
     if advice.error is not None and advice.measured_s is not None:
         known = any(rank.late_s is not None for rank in advice.ranks)
@@ -571,7 +574,7 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
             f"The prediction of the traced {'plan' if advice.comparison is None else 'groups'} is off by "
             f"{percent(advice.error, signed=True)}: "
             f"{format_seconds(advice.predictions[0].iteration_s)} predicted, {format_seconds(advice.measured_s)} "
-            f"measured{', without what late ranks delayed' if known else ''}."
+            f"measured{', without delays by late ranks' if known else ''}."
         )
     found += advice.verdict
     if advice.lacking:
@@ -581,7 +584,7 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of traces: of one job, or of two, before a change and after it, with what `changes` between them."""
+    """The verdict on the traces of one job, or of two: before and after a change, with the `changes` between them."""
 
     jobs: tuple[Imported, ...]
     advice: tuple[Advice, ...]
@@ -602,7 +605,7 @@ class Verdict:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, below a picture of where the time of the ranks goes."""
+        """Return the same for notebooks, below a picture of where the time of the ranks goes."""
         shown = []
         for advice, parts in self.said():
             bars = [(f"rank {rank.rank}", rank.parts, str(rank.iteration_s)) for rank in _shown(advice.ranks)]
@@ -617,7 +620,7 @@ class Verdict:
         return "".join(shown)
 
     def sections(self) -> tuple[ModelReport, ...]:
-        """The sections of a page."""
+        """Return the sections of a page."""
         return tuple(
             ModelReport(
                 advice.name,
@@ -649,9 +652,9 @@ def of_traces(
     """Tell from traces where the time of a job goes, and what a better plan would save.
 
     `traces` are torch.profiler's, one per rank, or their folder, possibly with execution traces; a second trace of a
-    rank is of the job after a change. `cluster` is the network to plan for, by default the traces' own, with `workers`
-    workers. `rank` and `step` say which ones to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels that
-    legato does not know. `say` is told what is left out. Raises `InputError`, and `FileError` on a file that is wrong.
+    rank is from the job after a change. `cluster` is the network to plan for, by default the traces' own, with
+    `workers` workers. `rank` and `step` say which ones to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels
+    that legato does not know. `say` is told what is left out. Raises `InputError`, and `FileError` on a wrong file.
     """
     paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
     files = in_folders([Path(path) for path in paths], say)
@@ -661,13 +664,13 @@ def of_traces(
 
 
 def to_try(advice: Advice) -> list[str]:
-    """The lines that say what to try, if there is anything."""
+    """Return the lines that say what to try, if there is anything."""
     lines = advice.code.splitlines()
     return [f"Try: {lines[0]}"] if len(lines) == 1 else ["Try:", *lines] if lines else []
 
 
 def headline(advice: Advice) -> str:
-    """The most important sentence of a verdict."""
+    """Return the most important sentence of a verdict."""
     return advice.verdict[0] if advice.verdict else _no_plan(advice.lacking)
 
 
@@ -714,7 +717,7 @@ def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, float]]:
-    """(communication, exposed) of each kind of collective, the most exposed first: means over the ranks of medians."""
+    """Return (communication, exposed) of each kind, the most exposed first: means over the ranks of their medians."""
     totals: dict[str, tuple[float, float]] = {}
     for rank in ranks:
         for times in rank.kinds:
@@ -725,7 +728,7 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
 
 
 def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
-    """Communication by kinds of collectives: of one rank, or as means over the ranks."""
+    """Return a table of communication by kind of collective: of one rank, or as means over the ranks."""
     found = _kinds_over_ranks(ranks)
     if not found:
         return None
@@ -752,9 +755,9 @@ def _traffic_table(advice: Advice) -> TextTable | None:
         return None
     off = percent(advice.replayed_s / advice.step_s - 1, signed=True)
     return TextTable(
-        f"Traffic of the step of all ranks, {format_seconds(advice.step_s)} as traced (replayed: {off}), in means over "
+        f"Traffic of the step of all ranks, {format_seconds(advice.step_s)} as traced (replayed: {off}), means over "
         "the ranks",
-        ("traffic", "transferring", "waited for", "share", "twice the bandwidth wins"),
+        ("traffic", "transferring", "ranks wait", "share", "twice the bandwidth saves"),
         tuple(
             (
                 row.kind,
@@ -784,7 +787,7 @@ def _plans_table(advice: Advice) -> TextTable | None:
     return TextTable(
         f"Plans for {count(advice.cluster.workers, 'worker')}, from rank {advice.rank}{several}; an all-reduce takes "
         f"{advice.cluster.cost()}",
-        ("plan", "predicted", "wins"),
+        ("plan", "predicted", "gain"),
         tuple(rows),
     )
 
@@ -800,7 +803,7 @@ def _longest(advice: Advice) -> str:
 
 
 def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
-    """The groups of FSDP2 in the order of the forward pass; those that follow one another and are alike in one row."""
+    """Return a table of FSDP2's groups in forward order, with successive groups that are alike in one row."""
 
     def alike(group: ShardedGroup) -> tuple[object, ...]:
         return len(group.modules), group.gathered, group.scattered, group.reshard, group.ahead
@@ -827,7 +830,7 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
-    """Return sentences about what changed from one job to another: by the median steps, as means over the ranks."""
+    """Return sentences about what changed between two jobs, judged by means over the ranks of their median steps."""
     old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0
@@ -845,4 +848,4 @@ def changes(before: Advice, after: Advice) -> list[str]:
         for what, seconds in sorted(moved.items(), key=lambda item: -abs(item[1]))
         if abs(seconds) > 1e-3 * old
     )
-    return [first, f"Of it: {told}."] if told else [first]
+    return [first, f"By cause: {told}."] if told else [first]

@@ -103,7 +103,7 @@ def test_legato_where_transfers_can_hide_in_the_forward_pass(job):
     _, stock, ours = found.predictions
     assert ours.win > stock.win + 0.05 and ours.win > 0.1
     assert found.code == "model, optimizer = legato.distribute(model, optimizer)"
-    assert found.verdict[0].startswith(f"Predicted to win {ours.win:.1%}")
+    assert found.verdict[0].startswith(f"Predicted to save {ours.win:.1%}")
 
 
 def test_the_median_of_what_is_won_in_all_steps(tmp_path):
@@ -125,7 +125,7 @@ def test_the_median_of_what_is_won_in_all_steps(tmp_path):
     assert ours.iteration_s == pytest.approx(statistics.median(seconds[1]))
     assert ours.wins[0] < ours.win - 0.02 < ours.wins[1] - 0.04
     said = f"{ours.wins[0]:.1%} to {ours.wins[1]:.1%} in the traced steps"
-    assert found.verdict[0].startswith(f"Predicted to win {ours.win:.1%} of an iteration ({said}): legato.")
+    assert found.verdict[0].startswith(f"Predicted to save {ours.win:.1%} of an iteration ({said}): legato.")
 
 
 def test_plans_are_for_the_rank_that_takes_longest(tmp_path):
@@ -207,7 +207,7 @@ def test_what_changed():
     before, after = (Advice("a", (times(0.1 + host, host, 0.001),), 2, ()) for host in (0.05, 0.01))
     assert changes(before, after) == [
         "An iteration is 26.7% shorter: 150 ms before, 110 ms after.",
-        "Of it: waiting for the host -40 ms.",
+        "By cause: waiting for the host -40 ms.",
     ]
     assert changes(before, before)[0].startswith("No change beyond the spread of the steps")
 
@@ -294,7 +294,7 @@ def test_a_wait_is_not_taken_for_a_network(tmp_path):
     path.write_text(late.text())
     found = advise(import_kineto([path]))
     assert "more than on any network: it waits for late ranks or for the host" in found.lacking
-    assert found.predictions == () and found.code == "" and "win" not in " ".join(found.verdict)
+    assert found.predictions == () and found.code == "" and "save" not in " ".join(found.verdict)
     given = advise(import_kineto([path]), Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
     assert given.predictions and not given.lacking
 
@@ -325,14 +325,14 @@ def test_kinds_of_traffic_and_what_faster_links_would_win(tmp_path, capsys):
     assert rows["tensor"]["seconds"] == pytest.approx(8 * 400e-6)
     assert found["step_s"] == pytest.approx(step * 1e-6) == found["replayed_s"]
     share = percent(rows["tensor"]["exposed_s"] / found["step_s"])
-    told = f"Tensor: ranks wait {share} of the step; twice the bandwidth of its links is predicted to win at most"
+    told = f"Tensor: ranks wait {share} of the step; twice the bandwidth of its links is predicted to save at most"
     assert any(line.startswith(told) for line in found["verdict"])
 
 
 def test_what_is_exposed_and_not_waited_for_is_told_apart(tmp_path, capsys):
     """Hosts are late with each kernel, so that most transfers end before anything could be computed."""
     status, out, _ = run(capsys, "advise", *MeshJob(late_us=4000).write(tmp_path))
-    told = re.search(r"exposed ([0-9.]+)% of the time, and what could be computed waits for it ([0-9.]+)%", out)
+    told = re.search(r"exposed ([0-9.]+)% of the time, but computation waits for it only ([0-9.]+)%", out)
     assert status == 0 and float(told[2]) < float(told[1])
     waited = re.search(r"all kinds +│[^│]+│[^│]+│ +([0-9.]+)%", out)
     assert told[2] == waited[1]
@@ -372,8 +372,8 @@ def test_communication_that_is_short_is_not_said_to_be_hidden():
 def test_a_prediction_that_is_far_off_promises_nothing():
     alike = [Prediction(name, 1e-3, 0.0) for name in "abc"]
     ((good,), _), ((bad,), _) = (_verdict([], alike, error, "") for error in (-0.02, -0.64))
-    assert good == "Nothing to gain: no plan of transfers is predicted to win 2% of an iteration."
-    assert bad.startswith("No plan wins: ") and bad.endswith(
+    assert good == "Nothing to gain: no plan of transfers is predicted to save 2% of an iteration."
+    assert bad.startswith("Probably nothing to gain: ") and bad.endswith(
         "the prediction of the traced plan is itself off by 64.0%."
     )
 
@@ -383,7 +383,7 @@ def test_a_win_below_a_third_of_the_predictions_error_is_too_close_to_tell(error
     rows = [Prediction("traced", 1.0, 0.0), Prediction("stock", 0.9, 0.1), Prediction("legato", 0.9, 0.1)]
     (verdict, *_), found = _verdict([], rows, error, "ddp(25)")
     assert found == code
-    assert verdict.startswith("Predicted to win 10.0%" if code else "Too close to tell: a win of 10.0% is predicted")
+    assert verdict.startswith("Predicted to save 10.0%" if code else "Too close to tell: a gain of 10.0% is predicted")
 
 
 def test_the_report_says_all_that_the_console_says(tmp_path, capsys):
@@ -490,8 +490,8 @@ def test_groups_of_fsdp_as_traced_and_what_others_win(tmp_path, capsys):
     )
     assert re.search(r"head +│ +64 MiB │ +128 MiB │ +kept │ +0, 0 │ +2 ms │ +4 ms", out)
     assert "A traced all-gather takes 300 us + 62.9 us per MiB (fitted to 2 sizes, off by at most 0.0%)" in out
-    assert re.search("Predicted to win [0-9.]+% of an iteration in no more memory: planned", out)
-    assert re.search("win [0-9.]+% of an iteration with 544 MiB instead of 280 MiB of buffers: planned", out)
+    assert re.search("Predicted to save [0-9.]+% of an iteration in no more memory: planned", out)
+    assert re.search("save [0-9.]+% of an iteration with 544 MiB instead of 280 MiB of buffers: planned", out)
     assert "Try:\nfrom torch.distributed.fsdp import fully_shard" in out and "DDP" not in out and "(HSDP)" not in out
     for phase in ("forward", "backward"):
         assert f"all-gather ({phase})" in out
@@ -503,12 +503,12 @@ def test_groups_of_fsdp_as_traced_and_what_others_win(tmp_path, capsys):
 def test_nothing_to_gain_from_other_groups_where_the_network_is_fast(tmp_path, capsys):
     path, _ = sharded(tmp_path, alpha_s=1e-6, beta_s=1e-12)
     status, out, _ = run(capsys, "advise", path)
-    assert status == 0 and "Nothing to gain: no other groups are predicted to win 2% of an iteration" in out
+    assert status == 0 and "Nothing to gain: no other groups are predicted to save 2% of an iteration" in out
     assert re.search(r"\(the traced ones are 2.[0-9]% above the bound for their memory\).", out)
     assert "Try" not in out
     # On another network there is something.
     status, out, _ = run(capsys, "advise", path, "--bandwidth", "50Gbit", "--latency", "100us")
-    assert status == 0 and "Predicted to win" in out and "Try" in out and "A traced" not in out and "off by" not in out
+    assert status == 0 and "Predicted to save" in out and "Try" in out and "A traced" not in out and "off by" not in out
 
 
 def test_groups_that_would_need_more_memory_are_told_apart(tmp_path):

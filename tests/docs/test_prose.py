@@ -19,7 +19,8 @@ TURNS = {
 }
 #: What has not been read with these in mind yet. Take a room off when it is done.
 NOT_YET = (
-    *("legato/advice.py", "legato/cli/", "legato/core/cluster.py", "legato/core/files.py", "legato/demo/"),
+    *("CHANGELOG.md", "docs/fully_sharded.md", "docs/whole_jobs.md"),
+    *("legato/cli/", "legato/core/cluster.py", "legato/core/files.py", "legato/demo/"),
     *("legato/ingest/chakra/program.py", "legato/ingest/kineto/gradients.py", "legato/ingest/kineto/importer.py"),
     *("legato/ingest/kineto/program.py", "legato/ingest/network.py", "legato/integrations/"),
 )

@@ -218,7 +218,7 @@ def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, pro
 def test_a_verdict_is_the_headline_and_a_click_takes_its_code(tmp_path, profile):
     code = "groups = [\n    ['a<b>'],\n]"
     page = tmp_path / "verdict.html"
-    said = ModelReport("job", told=("Told.",), verdict="Predicted to win 12%: legato.", code=code)
+    said = ModelReport("job", told=("Told.",), verdict="Predicted to save 12%: legato.", code=code)
     write_report(page, Report((said,)))
     found = ask(
         page,
@@ -227,7 +227,7 @@ def test_a_verdict_is_the_headline_and_a_click_takes_its_code(tmp_path, profile)
                 getSelection().toString()]; })()""",
         profile,
     )
-    assert found == ["Predicted to win 12%: legato.", "Predicted to win 12%:", code]
+    assert found == ["Predicted to save 12%: legato.", "Predicted to save 12%:", code]
 
 
 def test_zooming_one_timeline_zooms_all(answers):
