@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; ends the process with its exit status."""
+    """Run a command, and end the process with its exit status."""
     with interruptible():
         try:
             from legato.cli.commands import run  # takes long, and Ctrl-C may come meanwhile

@@ -39,7 +39,7 @@ def advise(
             metavar="TRACES...",
             help="Traces of torch.profiler, one per rank of a job, or the folder that they are in, possibly with their "
             "execution traces, possibly compressed (.gz). A second trace of a rank, or a trace with another number of "
-            "ranks, is of the job after a change.",
+            "ranks, is from the job after a change.",
         ),
     ],
     network: _Network,
@@ -53,7 +53,7 @@ def advise(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tell from traces where the time of a job goes, and what a better plan would win.
+    """Tell from traces where the time of a job goes, and what a better plan would save.
 
     The cost of the network is fitted to the trace's own collectives; the options replace it.
 
@@ -87,7 +87,7 @@ def advise(
 
 
 def _network(job: Imported, given: Given) -> Cluster | None:
-    """The network that the options describe, or None if it is the trace's."""
+    """Return the network that the options describe, or None if it is the trace's."""
     given.refuse_beside_file()
     if given.file is not None:
         return files.read(given.file, Cluster)

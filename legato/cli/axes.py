@@ -40,17 +40,17 @@ __all__ = [
 ]
 
 SEVERAL = " Several values are separated by commas."
-SEVERAL_TIMES = " Given several times, each is a value; none is the undisturbed network."
+SEVERAL_TIMES = " Give it several times for several values; none is the undisturbed network."
 
 
-#: Of a parameter: one, or one for each job if jobs can differ, or several in a sweep.
+#: The values of a parameter: one, or one for each job if jobs can differ, or several in a sweep.
 _Values = Literal["one", "each job", "several"]
-#: Of commands whose fabric has servers only if their number is given.
+#: For commands whose fabric has servers only if their number is given.
 NO_SERVERS = {"show_default": "none"}
 
 
 def option(name: str, **own: Any) -> Any:
-    """An option about this axis, of a command whose `own` default or limits replace those of the table."""
+    """Return the option for this axis; a command's `own` default or limits replace the table's."""
     axis = BY_NAME[name]
     panel = "Fabric" if axis not in NETWORK else "Switches, and what fails" if axis.part == "switches" else "Network"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
@@ -64,7 +64,7 @@ def _flag(name: str) -> str:
 
 
 def _parameter(axis: Axis, values: _Values = "one", **own: Any) -> Parameter:
-    """The axis as a command's parameter."""
+    """Return the axis as a command's parameter."""
     kind, default = axis.type, axis.default
     if axis.in_cluster or axis.shown:  # whether it is given makes a difference
         own = {"show_default": axis.shown or str(default)} | own
@@ -87,7 +87,7 @@ _MACHINE = Parameter("machine", Parameter.KEYWORD_ONLY, default=None, annotation
 
 @dataclass(frozen=True)
 class Given:
-    """What the options say of a network: a cluster file or a machine, and the axes that were typed, by name."""
+    """The options about a network: a cluster file or a machine, and the axes that were typed, by name."""
 
     file: Path | None
     name: str | None
@@ -98,53 +98,53 @@ class Given:
         return cls(cluster, machine, axes)
 
     def replace(self, **axes: Any) -> Given:
-        """The same with other values on these axes."""
+        """Return the same options with other values on these axes."""
         every = (self.axes | axes).items()
         return Given(self.file, self.name, {name: value for name, value in every if value is not None})
 
     @property
     def files(self) -> list[Path]:
-        """The files that are read."""
+        """Return the files that are read."""
         name = self.name or ""
         return [*([] if self.file is None else [self.file]), *([Path(name)] if name.endswith(".json") else [])]
 
     def named(self) -> Machine | None:
-        """The machine that is named, if one is. Raises `InputError` on an unknown name."""
+        """Return the named machine, if there is one. Raises `InputError` on an unknown name."""
         return None if self.name is None else machine_named(self.name)
 
     def on(self, usual: Machine) -> Machine:
-        """The machine that is named, or else the usual one, with the links that were typed."""
+        """Return the named machine, or else the usual one, with the links that were typed."""
         return with_links(self.named() or usual, self.fields())
 
     def machine(self) -> Machine | None:
-        """The same where one is named."""
+        """Return the named machine with the links that were typed, or None if no machine is named."""
         found = self.named()
         return None if found is None else self.on(found)
 
     def refuse_beside_file(self) -> None:
-        """Raise `InputError` if there is a cluster file, and also what it replaces."""
+        """Raise `InputError` if options give both a cluster file and something that it replaces."""
         typed = [*(["machine"] if self.name else []), *(name for name in self.axes if BY_NAME[name].in_cluster)]
         if self.file is not None and typed:
             raise InputError(f"--cluster and --{typed[0]}: give one or the other")
 
     def typed(self, *parts: str) -> list[Axis]:
-        """Those axes of these parts (`Axis.part`) that were typed."""
+        """Return the axes of these parts (`Axis.part`) that were typed."""
         return [axis for axis in NETWORK if axis.name in self.axes and axis.part in parts]
 
     def of(self, *parts: str) -> dict[Axis, Any]:
-        """The values on these axes."""
+        """Return the value of each axis of these parts that was typed."""
         return {axis: _parsed(axis, self.axes[axis.name]) for axis in self.typed(*parts)}
 
     def fields(self) -> dict[str, Any]:
-        """The same of all that a machine and what connects it have, by field."""
+        """Return the values of the typed axes of machines and the network between them, by field."""
         return {axis.field: value for axis, value in self.of("links", "switches").items()}
 
     def several_of(self, *parts: str) -> dict[Axis, tuple[Any, ...]]:
-        """The same of a sweep."""
+        """Return all values of each axis of these parts that was typed, as a sweep takes them."""
         return {axis: tuple(Given(None, None, self.axes)._values(axis)) for axis in self.typed(*parts)}
 
     def machines(self, collective: str | None = None) -> Machines:
-        """The machines that the options describe; their default collective is the one asked for."""
+        """Return the machines that the options describe, with the given collective as the default."""
         self.refuse_beside_file()
         if self.file is not None:
             found = files.read(self.file, Cluster)
@@ -161,12 +161,12 @@ class Given:
         return Machines(Cluster.derive(**values, collectives=known), None, machine)
 
     def values(self, cluster: Cluster) -> dict[str, Any]:
-        """The value of every axis of the network, by field, where this is the cluster."""
+        """Return the value of every axis of the network, by field; a cluster file's come from `cluster`."""
         found = {axis.field: self._value(axis) for axis in NETWORK}
         return found if self.file is None else found | _of_cluster(cluster)
 
     def several(self) -> dict[str, tuple[Any, ...]]:
-        """The values of every axis of a sweep's networks, by field."""
+        """Return the values of every axis of a sweep's networks, by field."""
         self.refuse_beside_file()
         found = {axis.field: tuple(self._values(axis)) for axis in NETWORK}
         if self.file is None:
@@ -174,7 +174,7 @@ class Given:
         return found | {field: (value,) for field, value in _of_cluster(files.read(self.file, Cluster)).items()}
 
     def value(self, name: str) -> Any:
-        """The value on this axis."""
+        """Return the value on this axis."""
         return self._value(BY_NAME[name])
 
     def _value(self, axis: Axis) -> Any:
@@ -182,7 +182,7 @@ class Given:
         return self._reached(axis, None if value is None else _parsed(axis, value))
 
     def _reached(self, axis: Axis, value: Any) -> Any:
-        """What a network reaches on this axis where this, or nothing, is stated: of a machine's rates a share."""
+        """Return what a network reaches on this axis if `value` or nothing is stated: a share of a machine's rates."""
         machine = self.named()
         links = {} if machine is None else links_of(machine)
         stated, share = links.get(axis.field, (axis.usual, 1))
@@ -209,7 +209,7 @@ def _parsed(axis: Axis, value: Any) -> Any:
 
 
 def _of_cluster(cluster: Cluster) -> dict[str, Any]:
-    """The values of the axes that a cluster file describes, by field."""
+    """Return the values of the axes that a cluster file describes, by field."""
     from legato.simulator.flow import Network
 
     network = Network.of(cluster)
@@ -235,7 +235,7 @@ def _factors(option: str, text: str) -> list[float]:
 
 
 def _quantities(axis: Axis, text: str) -> list[Any]:
-    """The values of `1,10,25Gbit`; a number without a unit has the unit of the next one that has one."""
+    """Return the values of `1,10,25Gbit`; a number without a unit takes the next one's."""
     unit, found = "", []
     for name in reversed(split(text)):
         own = name.lstrip("0123456789.")
@@ -245,9 +245,9 @@ def _quantities(axis: Axis, text: str) -> list[Any]:
 
 
 def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict[str, Any]) -> Group:
-    """The options about the axes with these names, or of these parts, with the command's `own` defaults or limits.
+    """Return the options for the axes with these names, or of these parts, with the command's `own` defaults or limits.
 
-    With a cluster file beside them, if there may be one; without names, all axes of the network.
+    `cluster` adds the option for a cluster file. Without names, they are for all axes of the network.
     """
     chosen = [axis for axis in NETWORK if not names or axis.name in names or axis.part in names]
     parameters = [_parameter(axis, values, **own.get(axis.name, {})) for axis in chosen]
@@ -269,14 +269,14 @@ FabricOptions = Annotated[dict[str, Any], Group([_parameter(axis) for axis in FA
 
 
 class Machines(NamedTuple):
-    """The cluster that the options describe, and the file or the machine it comes from, if any."""
+    """The cluster that the options describe, and the file or the machine that it comes from, if any."""
 
     cluster: Cluster
     file: Path | None
     machine: Machine | None = None
 
     def describe(self, collective: str | None = None) -> str:
-        """The network in words, for the title of a table of plans."""
+        """Describe the network, for the title of a table of plans."""
         cluster, name = self.cluster, collective or self.cluster.default_collective
         if self.machine is not None:
             return f"{self._workers}, {self.machine.links_in_words}, {name}"
@@ -286,7 +286,7 @@ class Machines(NamedTuple):
         return f"{self._prefix}{self._workers}, measured {name} ({cluster.cost(name)})"
 
     def describe_link(self, network: Network) -> str:
-        """The network in words, for the title of a table of simulations."""
+        """Describe the network, for the title of a table of simulations."""
         measured = (
             ""
             if self.file is None or self.cluster.bandwidth_bps is not None
@@ -296,7 +296,7 @@ class Machines(NamedTuple):
         return f"{self._prefix}{', '.join([self._workers, link, *_beyond_one_switch(network)])}"
 
     def describe_shared(self, network: Network) -> str:
-        """The network that jobs share in words, for the title of a table."""
+        """Describe the network that jobs share, for the title of a table."""
         hosts = count(network.workers // network.gpus_per_host, "host")
         link = self._link(network.bandwidth_bps, network.latency_s, network.sending_s)
         return f"{self._prefix}{', '.join([hosts, link, *_beyond_one_switch(network)])}"
@@ -318,7 +318,7 @@ class Machines(NamedTuple):
 
 
 def _beyond_one_switch(network: Network) -> list[str]:
-    """What sets the network apart from hosts with one GPU each behind one switch, in words."""
+    """Describe how the network differs from hosts with one GPU each behind one switch."""
     words = []
     if network.gpus_per_host > 1:
         cards = network.gpus_per_host // network.gpus_per_card
@@ -350,7 +350,7 @@ class Kinds:
     ] = None
 
     def machines(self, network: Given) -> Machines:
-        """The machines, with those collectives that the backend carries out."""
+        """Return the machines, with only the collectives that the backend carries out."""
         known = {"workers", *(axis.name for axis in network.typed("links"))}
         if network.name and (others := [name for name in network.axes if name not in known]):
             raise InputError(f"--{_flag(others[0])}: with --machine (expected one of the two)")

@@ -21,12 +21,12 @@ from legato.core.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured."""
+    """The options of what is measured."""
 
     backend: str = setting("gloo", "Backend of torch.distributed, such as gloo or nccl.")
     collectives: str = setting(
         "",
-        "Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
+        "Collectives to measure over gloo, besides the backend's own: shuffle,ring,halving-doubling or more.",
         show_default="none",
     )
     depths: str = setting("1,4", "Numbers of chunks in which these collectives are measured.")
@@ -35,8 +35,8 @@ class Measured:
     )
     training: str | None = setting(
         None,
-        "Measure also how much messages and the computation of this training step, which legato capture takes"
-        " too, slow each other down on the processors.",
+        "Also measure how much messages and the computation of a training step slow each other down on the"
+        " processors; legato capture takes the same FILE.py:FUNCTION.",
         metavar="FILE.py:FUNCTION",
     )
 
@@ -61,7 +61,7 @@ def calibrate(
 
     Start it under torchrun, on the machines and with the number of processes that will train. With --collectives,
     a plan can choose a collective for every message. Where training computes on the CPU, --training makes predictions
-    count what computation and messages take from each other. With --nccl-tests it needs neither torchrun nor PyTorch.
+    count the time that computation and messages take from each other. --nccl-tests needs neither torchrun nor PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """
@@ -98,7 +98,7 @@ def calibrate(
 
 
 def _passes(training: str) -> Callable[[], None]:
-    """The forward and backward pass of a training step in a file."""
+    """Return the forward and backward pass of a training step in a file."""
     from legato.pytorch.recording.load import load_training
 
     _, optimizer, loss = load_training(training)
@@ -116,7 +116,7 @@ def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
 
     cluster, samples, ranks = read_nccl_tests(path, workers)
     if ranks and ranks != cluster.workers:
-        note(f"{path}: measured between {ranks} ranks, and taken for the cost between {cluster.workers}")
+        note(f"{path}: measured between {ranks} ranks, and taken as the cost between {cluster.workers}")
     files.write(output, cluster)
     if json:
         print_json({"cluster": cluster, "samples": [{"nbytes": n, "seconds": s} for n, s in samples]})

@@ -1,7 +1,7 @@
 """All commands, and how they end.
 
-Wrong input of any kind ends with one line on standard error and exit status 2; a distributed job that fails, or output
-that cannot be written, with one line and exit status 1; Ctrl-C with one line and exit status 130.
+Every failure is one line on standard error. The exit status is 2 for wrong input of any kind, 1 for a distributed job
+that fails or output that cannot be written, and 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "run"]
 
-#: Errors of a device that standard output is sent to.
+#: Errors of the device that standard output goes to.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ for _name, _command in _COMMANDS.items():
 
 
 class _Notes(logging.Handler):
-    """Prints what legato logs as a command prints its notes."""
+    """A handler that prints what legato logs as a command prints its notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())

@@ -41,9 +41,9 @@ def demo(
 ) -> None:
     """Show everything on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
 
-    Every worker gets a host of its own, a network namespace behind a link of this bandwidth, which takes no root; with
-    --bandwidth loopback, all talk over loopback. With --servers the models train with that many parameter servers
-    instead, under every order of pulls.
+    Every worker gets a host of its own: a network namespace, which needs no root, with a link of this bandwidth. With
+    --bandwidth loopback, all workers talk over loopback. With --servers, the models train with this number of parameter
+    servers instead, under every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
@@ -84,13 +84,13 @@ def demo(
 
 
 def _bandwidth_bps(bandwidth: str | None) -> float | None:
-    """The bandwidth of the links between hosts in bits per second; None for loopback."""
+    """Return the bandwidth of the links between hosts in bits per second; None for loopback."""
     from legato.testbed.hosts import why_unavailable
 
     if bandwidth == "loopback":
         return None
     if bandwidth is None and (reason := why_unavailable()):
-        note(f"over loopback, where messages take most of what they cost from computation: {reason}")
+        note(f"over loopback, where most of a message's cost is time taken from computation: {reason}")
         return None
     return quantity("bandwidth", bandwidth or _BANDWIDTH, parse_bandwidth)
 
@@ -131,7 +131,7 @@ def _on_servers(
 
 
 def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
-    """The row with its speedup over DDP, predicted over predicted and measured over measured."""
+    """Return the row with its speedups over DDP: predicted over predicted, and measured over measured."""
     over = {"predicted_over_ddp": ddp["iteration_s"] / row["iteration_s"]}
     if row["measured_s"] is not None:
         over["speedup_over_ddp"] = ddp["measured_s"] / row["measured_s"]

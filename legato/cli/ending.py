@@ -15,12 +15,12 @@ from legato.core.text import one_line
 
 __all__ = ["INTERRUPTED", "fail", "interruptible"]
 
-#: The exit status after Ctrl-C: that of a shell, and of typer.
+#: The exit status after Ctrl-C, as in a shell and in typer.
 INTERRUPTED = 130
 
 
 def fail(message: str, status: int) -> int:
-    """Print the message as one line on standard error; returns the status."""
+    """Print the message as one line on standard error, and return the status."""
     with suppress(OSError):  # standard error may be closed or full, too
         sys.stderr.write(f"legato: {one_line(' '.join(message.split()))}\n")
         sys.stderr.flush()
@@ -50,6 +50,6 @@ def _end_undisturbed() -> None:
     """Keep the exit status as it is: the interpreter removes handlers before it ends, but not `SIG_IGN`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # CPython reports a signal whose handler is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # After a KeyboardInterrupt inside of `exec`, where dataclasses are made, `python -m` sends itself a SIGINT at its
-    # end, although it was caught, and some library's thread takes it. CPython forgets it at the next `exec`.
+    # After a KeyboardInterrupt inside `exec`, where dataclasses are made, `python -m` sends itself a SIGINT at its end,
+    # although the interrupt was caught, and some library's thread takes it. CPython forgets it at the next `exec`.
     exec("")

@@ -30,11 +30,11 @@ def fit_machine(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Fit the efficiency of a machine to measured steps of whole jobs on it, and what else the steps tell.
+    """Fit the efficiency of a machine, and what else the steps tell, to measured steps of whole jobs on it.
 
-    One step is enough for the efficiency. Two steps whose layers differ also tell the time of the host, and steps with
-    long sequences the efficiency of attention. With two or more, each is also predicted from the others. The commands
-    workload and layouts take the file as --machine.
+    One step is enough for the efficiency. Two steps whose layers differ also tell the host's time, and steps with long
+    sequences tell the efficiency of attention. If there are two or more, each is also predicted from the others. The
+    commands workload and layouts take the file as --machine.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """
@@ -87,8 +87,8 @@ def fit_machine(
         )
     for one in fitted.odd:
         note(
-            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step, for its own efficiency is "
-            f"{one.efficiency:.4f}, more than 10% from that of all (is its configuration another one?)"
+            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step: its own efficiency, "
+            f"{one.efficiency:.4f}, is more than 10% from the one fitted to all (does its configuration differ?)"
         )
     note(_sure(found) + ("" if output is None else f" -> {output}"))
 
@@ -115,15 +115,16 @@ def _values(one: FittedStep) -> dict[str, Any]:
 
 
 def _sure(found: list[FittedStep]) -> str:
-    """How sure the efficiency is."""
+    """Say how sure the efficiency is."""
     if len(found) == 1:
         return (
-            f"one step fits exactly; 1% more or less of it is {percent(0.01 / found[0].product_share)} of the "
-            "efficiency. Of 317 published steps, 41% were within 5% of predictions by one of their machine and "
-            "framework, and 65% within 10%. Measure another layout to know"
+            f"one step fits exactly; 1% more or less of it changes the efficiency by "
+            f"{percent(0.01 / found[0].product_share)}. Of 317 published steps, 41% were within 5% of the prediction "
+            "from one other step of the same machine and framework, and 65% within 10%. Measure another layout to know"
         )
     low, high = min(one.efficiency for one in found), max(one.efficiency for one in found)
     worst = max(abs((one.left_out_s or 0.0) / one.measured_s - 1) for one in found)
     return (
-        f"efficiencies alone {low:.4f} to {high:.4f}; a step predicted from the others is at most {percent(worst)} off"
+        f"each step alone gives an efficiency of {low:.4f} to {high:.4f}; a step predicted from the others is at most "
+        f"{percent(worst)} off"
     )

@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
     from legato.ingest.traced import Imported, Notes, RankMeasure
 
-#: Options that readers call otherwise, and what they get for them.
+#: Options that have another name in readers: the name, and the function that makes the reader's value.
 _PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward": ("forward_s", lambda text: quantity("forward", text, parse_seconds)),
     "idle": ("keep_idle", lambda how: how == "keep"),
     "transfer": ("known", Transfers),
 }
 _DEFAULTS = {"batch_size": 1, "idle": "keep"}
-#: What only one worker's workload has.
+#: Options that mean something only for the workload of one worker.
 _OF_WORKLOAD = ("batch_size", "rank", "timeline", "cluster")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is imported of the traces."""
+    """The options of what is imported from the traces."""
 
     name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
     rank: int | None = setting(None, "Rank to import.", show_default="the one that takes longest; chakra: the lowest")
@@ -55,7 +55,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class OfSends:
-    """What only traces of sends need."""
+    """The options for traces of sends."""
 
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
     worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
@@ -146,7 +146,7 @@ def _write_program(found: Imported, traces: list[Path], output: Path, json: bool
 
 
 def _reader(format: str, options: dict[str, Any]) -> tuple[Callable[..., Imported], dict[str, Any]]:
-    """The function that reads traces in this format, and its keywords. Raises `InputError` on an option it lacks."""
+    """Return the reader of this format, and its keywords. Raises `InputError` on an option that it lacks."""
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     program = options.pop("program")
@@ -185,7 +185,7 @@ def _summary(format: str, found: Imported, job: Workload, output: Path, timeline
 
 
 def show_measures(measures: Sequence[RankMeasure]) -> None:
-    """One line for each rank's step."""
+    """Print one line for each rank's step."""
     for m in measures:
         waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
         note(
@@ -198,7 +198,7 @@ def show_measures(measures: Sequence[RankMeasure]) -> None:
 
 
 def show_notes(notes: Notes) -> None:
-    """What a trace lacks, and what is assumed instead."""
+    """Print what a trace lacks, and what is assumed instead."""
     for missing in notes.missing:
         note(f"missing: {missing}")
     for assumed in notes.assumed:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
-#: The columns of tables that are text.
+#: The table columns that hold text.
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What the layouts are of."""
+    """The job whose layouts are compared."""
 
     gpus: int | None = setting(None, "GPUs of the job.")
     batch: int | None = setting(None, "Sequences of a step, of all replicas.")
@@ -36,7 +36,7 @@ class Searched:
     number: int = setting(10, "Number of layouts to show.")
 
     def find(self, name: str, shape: Shape, links: Given) -> Layouts:
-        """The fastest layouts. Raises `InputError` on what is missing, and if none fits in memory."""
+        """Return the fastest layouts. Raises `InputError` if an option is missing or no layout fits in memory."""
         from legato.whole_jobs.layouts import layouts
         from legato.zoo.presets import machine_named
 
@@ -56,7 +56,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class Shown:
-    """Where the answer goes."""
+    """The options of where the answer goes."""
 
     report: Path | None = setting(None, "Draw what the layouts, and better machines, wait for.", metavar="L.html")
     json: Json = False
@@ -73,7 +73,7 @@ def _search(
         Path | None, typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout.")
     ] = None,
 ) -> None:
-    """The fastest layouts of a model."""
+    """Find the fastest layouts of a model."""
     keep_apart(links.files, output=output, report=how.report)
     check_file("report", how.report, ".html")
     found = what.find(name, shape, links)
@@ -83,7 +83,7 @@ def _search(
 
 
 def _of_job(name: str, /, how: Shown) -> None:
-    """What better machines would save a job whose layout stays."""
+    """Print what better machines would save a job whose layout stays."""
     from legato.whole_jobs.step import predict
 
     keep_apart([Path(name)], report=how.report)
@@ -96,15 +96,15 @@ def layouts(
         str,
         typer.Argument(
             metavar="NAME|J.json",
-            help="A language model, or its configuration, or a whole job, whose layout stays.",
+            help="A language model, its configuration, or a whole job, whose layout stays.",
         ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],
 ) -> None:
-    """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would win.
+    """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would save.
 
     All layouts that divide evenly and fit in memory are compared by their predicted step, and the table says what they
-    wait for: bubbles, or communication that is exposed. Of a job in a file, only the second answer is given.
+    wait for: bubbles, or exposed communication. For a job in a file, only the faster machines are shown.
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """

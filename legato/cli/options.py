@@ -61,8 +61,8 @@ Value = TypeVar("Value")
 
 SCHEDULER_HELP = "Names of schedulers, or FILE.py:FUNCTION for one of your own, separated by commas, or all."
 TRANSFER_HELP = (
-    "Kernels whose names, or those of the operators or marks that launch them, match this regular expression are this "
-    "collective, such as my_sum=all-reduce; may be repeated"
+    "Count kernels as this collective if this regular expression matches their name, or the name of the operator or "
+    "mark that launches them, such as my_sum=all-reduce; may be repeated"
 )
 FABRIC_HELP = "Names of fabrics, or FILE.py:CLASS for one of your own, separated by commas, or all."
 
@@ -116,8 +116,8 @@ Wire = Annotated[
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Follow transfers on every link, or, of whole jobs, flows; or price each message or collective alone by "
-        "formulas, as planners do.",
+        help="Follow transfers (flows, for whole jobs) on every link; or compute the time of each message or "
+        "collective alone by formulas, as planners do.",
         metavar="NAME",
         show_default="transfers; flows",
     ),
@@ -126,7 +126,7 @@ Iterations = Annotated[
     int | None,
     typer.Option(
         help="Number of iterations to simulate.",
-        show_default="1; 3 if they differ; 30 or 3 of jobs that share",
+        show_default="1; 3 if they differ; 30 or 3 for jobs that share",
     ),
 ]
 TimelineOutput = Annotated[
@@ -145,13 +145,13 @@ PlanOutput = Annotated[
 PlanTimeline = Annotated[
     Path | None,
     typer.Option(
-        "--timeline", metavar="T.json", help="Write the best plan's predicted timeline, and that of DDP, to this file."
+        "--timeline", metavar="T.json", help="Write the predicted timelines of the best plan and of DDP to this file."
     ),
 ]
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """A field of a dataclass of options, with its default, its help, and what else `typer.Option` takes."""
+    """Return a field of a dataclass of options, with its default, its help, and what else `typer.Option` takes."""
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
 
 
@@ -163,9 +163,9 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, annotation: Any) -> Group | None:
-        """The group that a parameter of this type stands for: a dataclass is one, and what is annotated with one.
+        """Return the group that a parameter of this type stands for: a dataclass, or a type annotated with a group.
 
-        A dataclass may have a `PANEL`, which is that of all its options in the help.
+        A dataclass may have a `PANEL`: the panel of all its options in the help.
         """
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             types = get_type_hints(annotation, include_extras=True)
@@ -185,18 +185,18 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a verb that takes several nouns, as far as they were typed, by name."""
+    """The typed options of a verb that takes several nouns, by name."""
 
     typed: dict[str, Any]
 
     def has(self, group: type) -> bool:
-        """Whether an option of this group was typed."""
+        """Return whether an option of this group was typed."""
         return any(one.name in self.typed for one in dataclasses.fields(group))
 
     def run(self, face: Callable[..., None], *nouns: Any, wrong: str) -> None:
         """Call the face of a noun with the options that it takes.
 
-        Raises `InputError`, whose message ends in `wrong`, on an option that was typed and that it does not take.
+        Raises `InputError`, whose message ends in `wrong`, if an option was typed that the face does not take.
         """
         _, groups = _read(face)
         takes = {one.name for group in groups.values() for one in group.options}
@@ -206,13 +206,13 @@ class Options:
 
 
 def taken_by(*faces: Callable[..., None]) -> Group:
-    """The options that any of these faces of nouns takes, made into `Options`: a face's arguments by keyword."""
+    """Return a group of the options that any of these faces of nouns takes, made into `Options`."""
     every = (one for face in faces for group in _read(face)[1].values() for one in group.options)
     return Group(list({one.name: one for one in every}.values()), lambda **typed: Options(typed))
 
 
 def _read(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Group]]:
-    """The signature of a command or a face, and its parameters that are options, each as a group."""
+    """Return the signature of a command or a face, and its parameters that are options, each as a group."""
     signature = inspect.signature(function, eval_str=True)
     groups = {}
     for name, one in signature.parameters.items():
@@ -227,7 +227,7 @@ def _itself(name: str, default: Any, /, **typed: Any) -> Any:
 
 
 def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
-    """What each group makes of those of its options that were typed: its defaults stand for the others."""
+    """Return what each group makes of its options that were typed; the others have their defaults."""
     return {
         name: group.make(**{one.name: typed[one.name] for one in group.options if one.name in typed})
         for name, group in groups.items()
@@ -235,7 +235,7 @@ def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer reads it: with all options of its groups as parameters of its own."""
+    """Return the command as typer reads it: with all options of its groups as its own parameters."""
     signature, groups = _read(command)
     parameters = [one for group in groups.values() for one in group.options]
 
@@ -254,7 +254,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
-    """How many messages are in flight on these fabrics, in words; nothing if all of them have servers."""
+    """Say how many messages are in flight on these fabrics; nothing if all fabrics have servers."""
     for fabric in fabrics:
         if not fabric.servers:
             number = fabric.in_flight
@@ -263,11 +263,11 @@ def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
 
 
 class Interrupted(LegatoError):
-    """Ctrl-C ended a command; the message says what is left."""
+    """Raised when Ctrl-C has ended a command; the message says what is left."""
 
 
 def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
-    """The value of an option's text. Raises `InputError`, which names the option."""
+    """Return the value of an option's text. Raises `InputError`, which names the option."""
     try:
         return parse(text)
     except InputError as error:
@@ -275,24 +275,24 @@ def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
 
 
 def split(text: str) -> list[str]:
-    """The names in `a, b`."""
+    """Return the names in `a, b`."""
     return [name.strip() for name in text.split(",")]
 
 
 def scheduler_of(text: str) -> Any:
-    """The name of a scheduler, or the function of FILE.py:FUNCTION."""
+    """Return the name of a scheduler, or the function of FILE.py:FUNCTION."""
     return code.guarded(code.own(text), text) if ":" in text else text
 
 
 def fabric_of(text: str) -> Any:
-    """The name of a fabric, or the fabric that FILE.py:CLASS makes."""
+    """Return the name of a fabric, or the fabric that FILE.py:CLASS makes."""
     from legato.simulator.flow.fabrics import made
 
     return made(code.own(text), text) if ":" in text else text
 
 
 def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Value], default: Value) -> list[Value]:
-    """The values in `text`: one for all jobs, or one for each. Raises `InputError` if there are as many as neither."""
+    """Return the value in `text` of each job: one for all, or one each. Raises `InputError` on another number."""
     if text is None:
         return [default] * jobs
     parts = split(text)
@@ -304,7 +304,7 @@ def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Va
 
 
 def whole(text: str) -> int:
-    """A whole number. Raises `InputError`."""
+    """Return a whole number. Raises `InputError`."""
     try:
         return int(text)
     except ValueError:
@@ -312,7 +312,7 @@ def whole(text: str) -> int:
 
 
 def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
-    """Raise `InputError` if an option's file would overwrite one that is read, or another option's."""
+    """Raise `InputError` if an option's file would overwrite one that is read, or another option's file."""
     taken = {path.resolve(): "one that is read" for path in reads}
     for option, path in writes.items():
         if path is not None:
@@ -328,12 +328,12 @@ _LIBRARIES = {
     ".svg": (("plotly", "figures"), ("kaleido", "figures")),
     ".pdf": (("plotly", "figures"), ("kaleido", "figures")),
 }
-#: A page, or its figures alone: what is written where `.html` is.
+#: The suffixes of a page, or of its figures alone, which can take the place of `.html`.
 PAGES = (".html", ".svg", ".pdf")
 
 
 def check_file(option: str, path: Path | None, *suffixes: str) -> None:
-    """Raise `InputError` before minutes of work if an option's file could not be written at their end."""
+    """Raise `InputError`, before minutes of work, if an option's file could not be written at the end."""
     if path is None:
         return
     suffixes = tuple(dict.fromkeys((*suffixes, *(PAGES if ".html" in suffixes else ()))))
@@ -348,7 +348,7 @@ def check_file(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def make_timelines(folder: Path | None, jobs: int, reads: Iterable[Path]) -> None:
-    """Make the folder for the timelines of jobs before minutes of work. Raises as `keep_apart` and `make_folder`."""
+    """Make the folder for the timelines of jobs before minutes of work. Raises as `keep_apart` and `make_folder` do."""
     if folder is not None:
         for path in timeline_paths(folder, jobs):
             keep_apart(reads, output=path)
@@ -364,12 +364,12 @@ def make_folder(path: Path) -> None:
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:
-    """The files in the folder to which the timelines of this number of jobs are written."""
+    """Return the files in the folder to which the timelines of this number of jobs are written."""
     return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 
 def check_installed(library: str, extra: str, purpose: str) -> None:
-    """Raise `InputError` before minutes of work if a library that the result needs is not installed."""
+    """Raise `InputError`, before minutes of work, if a library that the result needs is not installed."""
     try:
         found = importlib.util.find_spec(library)
     except ValueError:  # a module without a spec

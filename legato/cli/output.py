@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, progress and notes on standard error."""
+"""The output of commands: tables for people, JSON for programs, progress and notes on standard error."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup": ("speedup over 1 server", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
-#: What is computed from an iteration time: from the predicted one where a row has it as `iteration_s`.
+#: Columns computed from an iteration time: from the predicted one where a row has it as `iteration_s`.
 _OF_ITERATION = ("gap", "overlap", "utilization")
 #: Wider than any table.
 _WIDEST = 10_000
-#: The seconds between two lines that say where the work is.
+#: The seconds between two lines that say how far the work is.
 _EVERY_S = 5.0
 
 
@@ -88,7 +88,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s", best: str | None = None) -> None:
-    """Print one row per scheduler, sorted by the seconds in `by`, with the best marked: by default the fastest.
+    """Print one row per scheduler, sorted by the seconds in `by`, and mark the best one, by default the fastest.
 
     If anything was measured, the heads say what is predicted and what is measured.
     """
@@ -108,9 +108,9 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
 
 
 def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mapping[str, float]] | None) -> None:
-    """Print the seconds of which a predicted step consists, `beside` those of another one, by its head.
+    """Print the parts of a predicted step in seconds, next to another step's (`beside`: its head and its parts).
 
-    Parts that take no time in either are left out.
+    Parts that take no time in either step are left out.
     """
     table = Table("of the step", title=title, header_style="dim")
     steps = [parts] if beside is None else [beside[1], parts]
@@ -146,7 +146,7 @@ def print_table(table: Table, keys: int = 1) -> None:
 
 
 def print_text(shown: TextTable, *names: str) -> None:
-    """Print a table, of which the columns with these heads are text, and the others numbers."""
+    """Print a table whose columns with these heads are text, and whose other columns are numbers."""
     table = Table(title=shown.title, header_style="dim")
     for head in shown.heads:
         table.add_column(head, justify="left" if head in names else "right")
@@ -156,7 +156,7 @@ def print_text(shown: TextTable, *names: str) -> None:
 
 
 def _parts(console: Console, table: Table, keys: int) -> list[Table]:
-    """The table in parts that fit the terminal, each with the first columns and at least one of the others."""
+    """Return the table in parts that fit the terminal, each with the first columns and at least one of the others."""
     names, rest = table.columns[:keys], table.columns[keys:]
     parts = [_part(table, [*names, *rest[:1]])]
     for column in rest[1:]:
@@ -175,12 +175,12 @@ def _part(table: Table, columns: list[Column]) -> Table:
 
 
 def _width(console: Console, table: Table) -> int:
-    """The width of the table in a terminal that is wide enough."""
+    """Return the width of the table in a terminal that is wide enough."""
     return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 
 
 class _Console(Console):
-    """A console to which text is only text: names may hold control characters and what looks like markup."""
+    """A console that prints all text as it is, since names may hold control characters and what looks like markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -196,7 +196,7 @@ def _console(stderr: bool) -> Console:
 
 
 def describe_size(workload: Workload) -> str:
-    """How many ops and tensors a workload has, and their bytes, in words."""
+    """Say how many ops and tensors a workload has, and how many bytes."""
     ops, tensors = count(len(workload.ops), "op"), count(len(workload.tensors), "tensor")
     return f"{ops}, {tensors} of {format_bytes(workload.nbytes)}"
 
@@ -212,13 +212,13 @@ def note(text: str) -> None:
 
 
 def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """The fidelity that was asked for, of what has `detailed` beside formulas. A word of before is noted.
+    """Return the fidelity that was asked for: formulas or `detailed`. An old name gets a note.
 
-    Raises `InputError` on the detailed one of other things.
+    Raises `InputError` on a detailed fidelity of other kinds of input.
     """
     if given in ("collective", "flow"):
         found = "formulas" if given == "collective" else detailed
-        note(f"--fidelity {given} is called {found} now")
+        note(f"--fidelity {given} is now called {found}")
         return found
     if given not in (None, "formulas", detailed):
         raise InputError(f"--fidelity: {given} (expected formulas or {detailed} here)")
@@ -226,17 +226,17 @@ def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> A
 
 
 def note_unseen(windows_s: Mapping[str, Sequence[float]], disturbances: Sequence[Disturbance]) -> None:
-    """Say which disturbances are over when the window of a case begins, in which times count, or begin after it."""
+    """Say which disturbances end before the window in which a case's times count, or begin after it."""
     for case, (begin_s, end_s) in windows_s.items():
         for one in disturbances:
             if one.end_s <= begin_s or one.start_s >= end_s:
                 window = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
-                note(f"{case}: {one.kind} {one.number} is disturbed outside of the window only, {window}")
+                note(f"{case}: {one.kind} {one.number} is disturbed only outside the window, {window}")
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error; yields `advance(done, total)`."""
+    """Show a progress bar on standard error, and yield `advance(done, total)`."""
     with stages([label]) as advance:
         advance(label, 0, 0)
         yield lambda done, total: advance(label, done, total)
@@ -244,9 +244,9 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def stages(labels: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one progress bar per label, each from its first call on; yields `advance(label, done, total)`.
+    """Show one progress bar per label, each from its first call on, and yield `advance(label, done, total)`.
 
-    A pipe gets a line from time to time instead, with where the work is.
+    A pipe gets a line from time to time instead, which says how far the work is.
     """
     console = _console(stderr=True)
     if not console.is_terminal:
@@ -265,7 +265,7 @@ def stages(labels: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _lines(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Print where the work is every few seconds, and less often in hours of it."""
+    """Print how far the work is every few seconds, and less often when it takes hours."""
     start, over, last = time.monotonic(), threading.Event(), [first]
 
     def advance(label: str, done: int, total: int) -> None:

@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from legato.schedule import Scheduler
     from legato.schedule.compare import Candidate
 
-#: What plans send, by the bound for them (`PlanKind.sends`).
+#: The words for what plans send, by the bound for them (`PlanKind.sends`).
 _SENDS = {"all_reduces": "all-reduces alone", "pairs": "also their halves", "halves": "also other halves"}
 _WHY_NOT_THE_FASTEST = (
-    " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else that of the fewest messages)"
+    " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else the one with the fewest messages)"
 )
 
 
 @dataclass(frozen=True)
 class Planning(Kinds):
-    """What is planned, and how."""
+    """The options of what is planned, and how."""
 
     scheduler: str = setting("all", SCHEDULER_HELP)
     compute: Compute = "one"
@@ -160,7 +160,7 @@ def _note_all(
     names: Sequence[str | Scheduler],
     most: int | None,
 ) -> None:
-    """What the table does not say of the plans."""
+    """Print what the table does not say about the plans."""
     _note_simulated(found)
     _note_kinds(found)
     _note_collectives(found, how.collective or cluster.default_collective)
@@ -181,7 +181,7 @@ def _beside_baseline(
     plan_others: Callable[[list[str]], list[Candidate]],
     where: dict[str, str],
 ) -> Timeline:
-    """The chosen plan's timeline with that of DDP, which is planned now if it was not among the schedulers.
+    """Return the timelines of the chosen plan and of DDP, which is planned now if it was not among the schedulers.
 
     With parameter servers, the random order takes DDP's place. Both timelines say `where`.
     """
@@ -191,7 +191,7 @@ def _beside_baseline(
     base = next((candidate for candidate in found if candidate.plan.scheduler == name), None)
     if base is None:
         (base,) = plan_others([name])
-        note(f"{name} was planned too, to be drawn beside {chosen.plan.scheduler}")
+        note(f"{name} was planned too, to be drawn next to {chosen.plan.scheduler}")
     return replace(chosen.timeline, baseline=replace(base.timeline, **where), **where)
 
 
@@ -208,7 +208,7 @@ def _note_stock_ddp(found: list[Candidate], chosen: Candidate, job: Workload, cl
 
 
 def _note_memory(shard: str, job: Workload, workers: int) -> None:
-    """Say what each worker saves, as a state of the optimizer has 4 bytes for each element of a gradient."""
+    """Say what each worker saves; a state of the optimizer has 4 bytes for each element of a gradient."""
     saved = format_bytes(job.nbytes - job.nbytes / workers)
     gradients = f", and {saved} of gradients" if shard == "gradients" else ""
     note(
@@ -220,7 +220,7 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
 def _note_rounding(
     chosen: Candidate, scheduler: str | Scheduler, job: Workload, cluster: Cluster, how: Planning, most: int | None
 ) -> None:
-    """Say what the chosen plan wins over the exact one of its scheduler, and what it rounds for that."""
+    """Say what the chosen plan gains over its scheduler's exact one, and what it rounds for that."""
     from legato.schedule.basics.compose import has_free_order
     from legato.schedule.compare import compare
     from legato.schedule.search.rounding import MOST_SHARED, least_rounded
@@ -244,14 +244,14 @@ def _note_rounding(
 
 
 def _note_simulated(found: list[Candidate]) -> None:
-    """Name the plans that can only be simulated."""
+    """Print the names of plans that can only be simulated."""
     names = [candidate.plan.scheduler for candidate in found if not candidate.runnable]
     if names:
         note(f"only simulated, because they compute in another order or gather other messages: {', '.join(names)}")
 
 
 def _least(chosen: Candidate, found: list[Candidate]) -> str:
-    """What no plan can be faster than: also none in pairs of halves, if a bound for these is among those found."""
+    """Say how fast a plan can be at most: also one in pairs of halves, if their bound is among those found."""
     if chosen.kind.sends != "all_reduces":
         return f"no plan can be faster than {format_seconds(chosen.bound.seconds)}"
     pairs = [c.bound.seconds for c in found if c.kind == chosen.kind._replace(sends="pairs")]
@@ -261,7 +261,7 @@ def _least(chosen: Candidate, found: list[Candidate]) -> str:
 
 
 def _note_kinds(found: list[Candidate]) -> None:
-    """Say which bound each plan is compared with, where they are not compared with the same."""
+    """Say which bound each plan is compared with, where the bounds differ."""
     bounds = {(c.kind.sends, c.kind.order): c.bound.seconds for c in found}
     if len(set(bounds.values())) > 1:
         parts = (
@@ -289,7 +289,7 @@ def _note_larger(found: list[Candidate], job: Workload, most: int) -> None:
 
 
 def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is_chosen: bool) -> None:
-    """Say what stock DDP can do: keep its default buckets, or take those of merge-optimal (`stock`)."""
+    """Say what stock DDP can do: keep its default buckets, or take merge-optimal's (`stock`)."""
     from legato.schedule.compare import SAME, better_buckets
 
     if ddp is not None and ddp.gap <= SAME:

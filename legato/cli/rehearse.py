@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-#: The errors of up to this number of predictions are listed; of more, the median and the worst.
+#: The errors of up to this number of predictions are listed; for more, the median and the worst are.
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
@@ -45,7 +45,7 @@ WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The worklo
 
 @dataclass(frozen=True)
 class Trials:
-    """How plans are run."""
+    """The options of how plans are run."""
 
     iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
     ratio: float | None = setting(
@@ -65,7 +65,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class Results:
-    """Where results go."""
+    """The options of where results go."""
 
     output: Path | None = setting(
         None,
@@ -80,7 +80,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts on this machine."""
+    """The options of the hosts on this machine."""
 
     workers: Annotated[int, option("workers")] = 4
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
@@ -100,10 +100,10 @@ def rehearse(
 ) -> None:
     """Run plans on this machine, over real TCP on shaped links, with computation emulated.
 
-    Every worker and server gets a host of its own, a network namespace, which takes no root; all of them are removed
-    at the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
-    With --shard or --wire, plans are measured with and without it, and so is DDP with torch's ZeroRedundancyOptimizer,
-    or with torch's hook that compresses.
+    Every worker and server gets a host of its own: a network namespace, which needs no root and is removed at the end.
+    DDP is always measured too; with parameter servers, which try orders of pulls, the random order takes its place.
+    With --shard or --wire, plans are measured with and without it; so is DDP, with torch's ZeroRedundancyOptimizer or
+    its compression hook.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -138,7 +138,7 @@ def verify(
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
     Start it under torchrun, on the machines and with the number of processes that will train. DDP is always measured
-    too. With --cluster, predictions are for that file; otherwise for a calibration that is made first.
+    too. With --cluster, predictions are for that file; otherwise, the job is calibrated first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """
@@ -212,7 +212,7 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
-    """Print what was measured on a network (in words), and write the same to the folder and the page, if any."""
+    """Print what was measured on a network (in words), and write it to the folder and the page, if there are any."""
     from legato.reports.model import Report, save
     from legato.reports.schedulers import best_of, entries, headline
 

@@ -46,9 +46,9 @@ def report(
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file, or as a figure (.svg, .pdf).
 
-    Of a folder that [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/] wrote, the page says what the
+    For a folder that [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/] wrote, the page says what the
     command said. With a workload and a cluster alone, legato plans for the page, and recommends a plan. Two predicted,
-    or two measured, timelines of one name are told apart by their files.
+    or two measured, timelines with the same name are told apart by their files.
 
     Example: [bold]legato report DIR -o report.html[/]
     """
@@ -62,7 +62,7 @@ def report(
 
 
 def _read(paths: Sequence[Path], output: Path) -> Given:
-    """What the files hold, and the folders, of which files in another format are left out."""
+    """Return what the files and folders hold; a folder's files in another format are left out."""
     from legato.pages import Given
 
     found: list[tuple[Path, AnyNoun]] = []
@@ -76,7 +76,7 @@ def _read(paths: Sequence[Path], output: Path) -> Given:
             except FileError as error:
                 if not given.is_dir() or "format: " not in str(error):
                     raise
-                note(f"left out: {path} (no file of legato)")
+                note(f"left out: {path} (not a file of legato)")
     keep_apart((path for path, _ in found), output=output)
     return Given([(str(path), value) for path, value in found])
 

@@ -27,7 +27,7 @@ def reproduce(
             "--output",
             "-o",
             metavar="DIR",
-            help="Draw the figures in this folder, one page per paper, or those of one paper in this .svg or .pdf "
+            help="Draw the figures in this folder, one page per paper, or one paper's figures in this .svg or .pdf "
             "file; further ones are numbered.",
         ),
     ] = None,

@@ -33,10 +33,10 @@ def simulate(
     A workload's fabrics are collectives; parameter servers, which switches may help (multicast, aggregation, as in the
     Network Operator Edition); and sharp (SHARP, NCCL's CollNet). Speedups are over one parameter server without help,
     if it has at most a million pushes, and no second server is disturbed. A measured cluster's bandwidth and
-    latency are those that explain the cost of its default collective.
+    latency are derived from the cost of its default collective.
 
-    A whole job (legato workload --tensor) and a program (legato import --program) have their machine's links and hosts,
-    or those of --machine, below switches. With --share, jobs are compared with themselves alone on their hosts.
+    A whole job (legato workload --tensor) and a program (legato import --program) have the links and hosts of their
+    machine, or of --machine, below switches. With --share, each job is compared with itself alone on its hosts.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """

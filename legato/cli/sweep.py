@@ -25,13 +25,13 @@ def sweep(
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, on all cores.
 
-    Finished cells are kept in a file beside the output: after an interruption, or with more values, the same command
+    Finished cells are kept in a file next to the output: after an interruption, or with more values, the same command
     continues from there. In a list, a number without a unit has the unit of the next one. Speedups are over the first
-    fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the cost of its
-    default collective.
+    fabric and scheduler named. A measured cluster's bandwidth and latency are derived from the cost of its default
+    collective.
 
     Whole jobs are swept over the links of their machines and, by flows, over the switches above them. With --share,
-    the workloads are a mix of jobs on each network, and a row has the iteration of each.
+    the workloads are jobs that run together on each network, and a row has the iteration of each.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """

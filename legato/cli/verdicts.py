@@ -1,4 +1,4 @@
-"""How verdicts on jobs are shown: printed, and as JSON."""
+"""Verdicts on jobs, printed and as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["as_json", "print_verdict"]
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """Return what `--json` prints of a verdict."""
+    """Return what `--json` prints for a verdict."""
     return {"jobs": [_summary(advice) for advice in verdict.advice], "changes": verdict.changes}
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Print a verdict on one job, or on two, the second with what changed."""
+    """Print a verdict on one job, or on two and what changed between them."""
     from legato.advice import asides, to_try
 
     for advice, parts in verdict.said():

@@ -22,13 +22,13 @@ from legato.core.errors import LegatoError
 def watch(  # noqa: PLR0913
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A training script, which runs as it is.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="The script's own.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments.", show_default=False)
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of python -m.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     after: Annotated[int, typer.Option(help="Steps before those that are recorded, and two that warm up.", min=1)] = 10,
     steps: Annotated[int, typer.Option(help="Number of recorded steps.", min=1, max=100)] = 4,
     every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Record again every so many steps, and say what changed.")
+        int | None, typer.Option(metavar="STEPS", help="Record again after this number of steps, and say what changed.")
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the script when there is a verdict.")] = False,
     output: Annotated[
@@ -39,9 +39,9 @@ def watch(  # noqa: PLR0913
         bool, typer.Option("--json", help="Print the last verdict as JSON, on standard output when the script ends.")
     ] = False,
 ) -> None:
-    """Run a training script, record a few of its steps, and tell what legato advise tells of them.
+    """Run a training script, record a few of its steps, and say what legato advise says about them.
 
-    The training is the same as without. Rank 0 prints the verdict on standard error while training goes on.
+    The training itself does not change. Rank 0 prints the verdict on standard error while training goes on.
 
     Example: [bold]torchrun --nproc-per-node 8 --no-python legato watch train.py --its --own arguments[/]
     """
@@ -56,10 +56,11 @@ def watch(  # noqa: PLR0913
 
 
 def judge() -> None:
-    """What the process runs that judges traces for a watched script: prints, and writes JSON and the page.
+    """Judge the traces of a watched script, in a process of its own: print the verdict, and write JSON and the page.
 
-    Its arguments are the folder of the traces, the JSON of the verdict before (or an empty file), the files for that of
-    this one and for the page (or nothing). It ends when its standard input does, which the script's process holds.
+    The arguments are the folder of the traces, the JSON file of the previous verdict (or an empty file), the JSON file
+    to write, and the file for the page (or nothing). The process ends when its standard input, which the script's
+    process holds, is closed.
     """
     folder, before, document, page = sys.argv[1:]
     threading.Thread(target=_end_with_script, daemon=True).start()

@@ -32,7 +32,7 @@ _STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 @dataclass(frozen=True)
 class Estimate(Computes):
-    """What computes, and how long it takes."""
+    """The options of what computes, and how long it takes."""
 
     batch_size: int | None = setting(
         None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
@@ -51,14 +51,12 @@ class Estimate(Computes):
 
 @dataclass(frozen=True)
 class Training:
-    """How a large model is trained."""
+    """The options of how a large model is trained."""
 
     PANEL: ClassVar = "Large models: training"
 
     accumulate: int = setting(1, "Micro-batches per step; the last one sends the gradients.")
-    replica_devices: int = setting(
-        1, "Devices that share the model and its batch; the workload is that of one of them."
-    )
+    replica_devices: int = setting(1, "Devices that share the model and its batch; the workload is one device's.")
 
 
 def _write(
@@ -102,7 +100,7 @@ def _estimated(model: zoo.Model, estimate: Estimate, training: dict[str, Any]) -
         peaks = [field for field in machine.__struct_fields__ if field.endswith("flops_per_s")]
         label = f"{machine.name} at {estimate.device_flops}"
         if isinstance(machine, Machine) and estimate.precision == "fp32":
-            peak *= 2  # a machine's is that in 16 bits
+            peak *= 2  # a machine's peak is for 16 bits
         machine = msgspec.structs.replace(machine, name=label, **dict.fromkeys(peaks, peak))
     if estimate.efficiency is not None:
         efficiency = estimate.efficiency
@@ -132,7 +130,7 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
-    """The model of a name, with what the options change in its shape."""
+    """Return the model with a name, and with what the options change in its shape."""
     from legato import zoo
     from legato.zoo.language.models import MODELS
 
@@ -197,7 +195,7 @@ def workload(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Name of a model (--list shows them), llm for one of a shape that the options give, or the JSON of a "
+            help="Name of a model (--list shows them), llm for one whose shape the options give, or the JSON of a "
             "configuration of Hugging Face or Megatron.",
         ),
     ] = None,

@@ -78,7 +78,7 @@ def test_a_program_is_imported_from_kineto_alone(tmp_path, capsys):
     for options, message in (
         (["send-trace", *paths, "--program"], "--program means nothing for send-trace (expected kineto or chakra)"),
         (["kineto", *paths, "--program", "--rank", 1], "--rank means nothing for --program"),
-        (["kineto", *paths[:3], "--program"], "traces of rank 3: missing (expected those of all 4 ranks)"),
+        (["kineto", *paths[:3], "--program"], "traces of rank 3: missing (expected traces of all 4 ranks)"),
     ):
         status, _, err = run(capsys, "import", *options, "-o", out)
         assert status == 2 and message in err and not out.exists()

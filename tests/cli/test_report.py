@@ -55,7 +55,7 @@ def test_a_measurement_of_the_folder_is_what_the_page_compares(capsys, folder):
     legato.write(folder / "measured.json", Measurement("chain", "8 workers, 1 Gbit/s", tuple(plans), ("it was busy",)))
     (folder / "result.json").write_text('{"rows": []}')
     status, _, err = run(capsys, "report", folder, "-o", folder / "r.html")
-    assert status == 0 and f"left out: {folder / 'result.json'} (no file of legato)" in err
+    assert status == 0 and f"left out: {folder / 'result.json'} (not a file of legato)" in err
     page = (folder / "r.html").read_text()
     assert "600 ms</strong> under DDP (measured); <strong>no other plan" in page
     assert "Beware: it was busy." in page and "8 workers, 1 Gbit/s" in page and "550 ms to 650 ms" in page
@@ -172,7 +172,7 @@ def test_a_pipe_is_read_once(capsys, folder):
     ("options", "told", "drawn"),
     [
         (("--scheduler", "legato,ddp"), "", ["ddp", "legato"]),
-        (("--scheduler", "legato"), "ddp was planned too, to be drawn beside legato", ["ddp", "legato"]),
+        (("--scheduler", "legato"), "ddp was planned too, to be drawn next to legato", ["ddp", "legato"]),
         (("--scheduler", "ddp"), "", ["ddp"]),
         (("--servers", "2", "--scheduler", "tac"), "random was planned too", ["random", "tac"]),
         (("--shard", "optimizer", "--scheduler", "legato,ddp"), "", ["ddp", "legato"]),

@@ -67,7 +67,7 @@ def test_disturbed_cases_are_beside_the_same_ones_undisturbed(capsys, workload, 
 
 def test_a_disturbance_outside_of_the_window_is_named(capsys, workload, other):
     _, _, err = run(capsys, "simulate", workload, other, *TWO, "--disturb", "link:1:2:0:10ms, compute:0:2:1s:1100ms")
-    assert len(err.strip().splitlines()) == 1 and "equal: link 1 is disturbed outside of the window only" in err
+    assert len(err.strip().splitlines()) == 1 and "equal: link 1 is disturbed only outside the window" in err
 
 
 LAYOUTS = {

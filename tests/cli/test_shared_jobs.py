@@ -74,7 +74,7 @@ def test_a_wrapping_beside_a_job_and_another_wrapping(jobs, tmp_path, capsys):
     status, _, err = run(capsys, "simulate", wrapped, "--share")
     assert status == 2 and "--share: means nothing for a program" in err
     status, _, err = run(capsys, "simulate", jobs[1], workload, "--share")
-    assert status == 2 and "beside whole jobs" in err
+    assert status == 2 and "together with whole jobs" in err
 
 
 def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
@@ -88,7 +88,7 @@ def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
     status, _, err = run(capsys, "simulate", *jobs, "--share", "--disturb", "link:5:4:0:1us", "--json")
     assert status == 0 and not err
     status, _, err = run(capsys, "simulate", *jobs, "--share", "--disturb", "link:5:4:1000s", "--json")
-    assert status == 0 and "shared: link 5 is disturbed outside of the window only" in err
+    assert status == 0 and "shared: link 5 is disturbed only outside the window" in err
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_other_machines_and_other_files_are_refused(jobs, workload, tmp_path, ca
     assert status == 0, err
     for paths, message in (
         ((jobs[0], tmp_path / "c.json"), "job 2, llama-3-8b: card_bytes_per_s"),
-        ((jobs[0], workload), "w.json: beside whole jobs"),
+        ((jobs[0], workload), "w.json: together with whole jobs"),
     ):
         status, _, err = run(capsys, "simulate", *paths, "--share")
         assert status == 2 and message in err and err.count("\n") == 1

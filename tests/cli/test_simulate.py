@@ -334,7 +334,7 @@ def test_the_words_of_before_mean_the_same(capsys, workload, before, now):
     arguments = ["simulate", workload, "--fabric", "ring", "--json", "--fidelity"]
     _, same, _ = run(capsys, *arguments, now)
     status, out, err = run(capsys, *arguments, before)
-    assert status == 0 and f"--fidelity {before} is called {now} now" in err
+    assert status == 0 and f"--fidelity {before} is now called {now}" in err
     (found,), (expected,) = json.loads(out), json.loads(same)
     assert found | {"simulate_s": 0} == expected | {"simulate_s": 0}
     status, _, err = run(capsys, *arguments, "flows")

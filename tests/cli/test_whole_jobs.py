@@ -116,9 +116,9 @@ def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
 
 def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
     status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "formulas")
-    assert status == 2 and "w.json: beside whole jobs (expected one of them)" in err
+    assert status == 2 and "w.json: together with whole jobs (expected only one kind)" in err
     status, _, err = run(capsys, "simulate", job, job)
-    assert status == 2 and "job.json: a whole job beside other files (expected it alone, or --share)" in err
+    assert status == 2 and "job.json: a whole job together with other files (expected it alone, or --share)" in err
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_sweep_refuses_for_a_job(job, capsys, options, message):
 
 def test_a_job_beside_a_workload_is_not_swept(job, workload, capsys):
     status, _, err = run(capsys, "sweep", job, workload)
-    assert status == 2 and "beside whole jobs" in err
+    assert status == 2 and "together with whole jobs" in err
 
 
 def test_a_configuration_is_a_model(capsys, tmp_path):

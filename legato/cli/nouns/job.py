@@ -1,4 +1,4 @@
-"""Whole jobs: `legato workload` writes one, `legato simulate` predicts its step, `legato sweep` those on networks."""
+"""Whole jobs: `legato workload` writes one, and `legato simulate` and `legato sweep` predict its step on networks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 #: The options about a machine's links, and about the network above them.
 OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
-#: The columns of tables that are text.
+#: The table columns that hold text.
 _NAMES = ("job", "waits for")
 #: Bytes of a gradient by its precision.
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -52,9 +52,9 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Layout:
-    """How a whole job is divided among GPUs. Any of these options makes one."""
+    """The options of how a whole job is divided among GPUs. Any of them makes one."""
 
-    PANEL: ClassVar = "Whole jobs (language models): any of these makes the file one of a job"
+    PANEL: ClassVar = "Whole jobs (language models): any of these makes the file hold a job"
 
     tensor: int | None = setting(None, "Tensor-parallel GPUs.", show_default="1")
     context: int | None = setting(None, "Context-parallel GPUs, which divide sequences.", show_default="1")
@@ -85,12 +85,12 @@ class Layout:
     )
     overlap: str | None = setting(
         None,
-        f"Kinds of communication that run beside computation, of {', '.join(HIDDEN)}; or none.",
+        f"Kinds of communication that run during computation, out of {', '.join(HIDDEN)}; or none.",
         show_default="the preset's",
     )
     gradient_dtype: str | None = setting(
         None,
-        "Precision in which gradients are added up, fp32 or bf16; with another to send them in: bf16:fp32.",
+        "Precision in which gradients are added up, fp32 or bf16; sent in another one: bf16:fp32.",
         show_default="the preset's",
     )
     fused_loss: bool | None = setting(
@@ -106,10 +106,10 @@ class Layout:
         show_default="one to each expert",
     )
     mixture_time: str | None = setting(
-        None, "Host work and small kernels of a mixture, a layer and micro-batch, such as 4ms.", show_default="none"
+        None, "Host work and small kernels of a mixture, per layer and micro-batch, such as 4ms.", show_default="none"
     )
     host_time: str | None = setting(
-        None, "Time that no GPU work hides, a layer and micro-batch, such as 5ms.", show_default="none"
+        None, "Time that no GPU work hides, per layer and micro-batch, such as 5ms.", show_default="none"
     )
     attention_efficiency: float | None = setting(
         None, "Share of the peak that attention reaches.", show_default="the device's"
@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts about a framework that the options give, by the fields of `Framework`."""
+        """Return the facts about a framework that the options give, by the fields of `Framework`."""
         facts: dict[str, Any] = {
             "fused": self.fused, "fused_loss": self.fused_loss, "deduplicates": self.deduplicate_experts
         }  # fmt: skip
@@ -202,7 +202,7 @@ def write(
     note(str(job) + (f" -> {output}" if output else ""))
     for caveat in caveats(step):
         note(caveat)
-    table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
+    table = Table("kind", title="bytes that a GPU sends in a step, mean over the stages", header_style="dim")
     tiers = {"host": "inside hosts", "network": "between hosts"}
     for head in tiers.values():
         table.add_column(head, justify="right")
@@ -221,7 +221,7 @@ def simulate(
     output: TimelineOutput = None,
     json: Json = False,
 ) -> None:
-    """Print what a step of the job consists of, and the same undisturbed if the network is disturbed."""
+    """Print what a step of the job consists of, and if the network is disturbed, also the undisturbed step."""
     from legato.sweeps.jobs import on_network, step_on
     from legato.whole_jobs.told import caveats
 
@@ -296,7 +296,7 @@ def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Repor
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
-    """Raise `InputError` if an option was typed that needs links, by formulas."""
+    """Raise `InputError` if the fidelity is formulas and an option was typed that needs links."""
     typed = [axis.name for axis in machine.typed("switches")] + [name for name, value in others.items() if value]
     if typed and fidelity == "formulas":
         option = typed[0].replace("_", "-")
@@ -304,12 +304,12 @@ def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
 
 
 def said(machine: Given) -> str:
-    """What the options say of the network above a machine's links."""
+    """Return in words what the options say about the network above a machine's links."""
     return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
 
 
 def _differing(rows: Sequence[JobRow]) -> list[Axis]:
-    """The axes on which the rows have several values: the columns of the table."""
+    """Return the axes on which the rows have several values: the columns of the table."""
     return [axis for axis in _axes(rows) if len({row.axes[axis.field] for row in rows}) > 1]
 
 
@@ -318,7 +318,7 @@ def _axes(rows: Sequence[JobRow]) -> list[Axis]:
 
 
 def _same(rows: Sequence[JobRow]) -> str:
-    """What no column says, in words."""
+    """Say what the rows have in common, which no column says."""
     same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 
@@ -353,7 +353,7 @@ def _failed(rows: Sequence[JobRow]) -> list[str]:
 
 
 def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
-    """Of one job: what its step consists of on each network, drawn, and the table."""
+    """Return the page of one job: a drawing of what its step consists of on each network, and the table."""
     from legato.reports.model import BreakdownChart, ModelReport
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import DRAWN, breakdown, caveats

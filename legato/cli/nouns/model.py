@@ -1,4 +1,4 @@
-"""A language model and the GPU that it runs on: what the verbs `workload` and `layouts` ask about them."""
+"""A language model and the GPU that it runs on: the options about them of the verbs `workload` and `layouts`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato.core.quantities import parse_flops
 
 __all__ = ["LLM", "Computes", "ModelOutput", "Recompute", "Shape", "shape_of"]
 
-#: The name of a language model that has no other name.
+#: The name of a language model without a name of its own.
 LLM = "llm"
 
 
@@ -35,7 +35,7 @@ ModelOutput = Annotated[
 
 @dataclass(frozen=True)
 class Computes:
-    """What computes."""
+    """The options of what computes."""
 
     device: str | None = setting(
         None,
@@ -47,7 +47,7 @@ class Computes:
     )
     device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
     efficiency: float | None = setting(
-        None, "Share of the peak that matrix products reach.", show_default="0.5; of language models the machine's"
+        None, "Share of the peak that matrix products reach.", show_default="0.5; for language models the machine's"
     )
 
     @property
@@ -55,7 +55,7 @@ class Computes:
         return None if self.device_flops is None else quantity("device-flops", self.device_flops, parse_flops)
 
     def machine(self) -> Machine:
-        """The machine of whole jobs. Raises `InputError` on another device."""
+        """Return the machine of whole jobs. Raises `InputError` on another device."""
         from legato.zoo.presets import machine_named
 
         changed = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiency}
@@ -86,12 +86,12 @@ class Shape:
     sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
 
     def given(self) -> dict[str, Any]:
-        """What the options change."""
+        """Return what the options change."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
-    """The shape of a language model, with what the options change in it."""
+    """Return the shape of a language model, with what the options change in it."""
     from legato import zoo
     from legato.zoo.language.configuration import model_of
     from legato.zoo.language.models import MODELS, model_named

@@ -27,7 +27,7 @@ _Machine = Annotated[Given, axes("links", "switches", "workers", cluster=False, 
 def simulate(
     _: list[Path], programs: list[Program], /, options: _Machine, fidelity: Fidelity = None, json: Json = False
 ) -> None:
-    """Print what the step of a program consists of: predicted, and as traced."""
+    """Print the parts of a program's step: predicted, and as traced."""
     from legato.whole_jobs.flow.step import network_of
     from legato.whole_jobs.flow.step import simulate_program as simulated
     from legato.whole_jobs.traced import predict, repeated, replay
@@ -51,15 +51,15 @@ def simulate(
         print_json(values)
         return
     note(
-        f"{machine.links_in_words}; beside its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
+        f"{machine.links_in_words}; besides its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
         f"host, {format_seconds(machine.network_latency_s)} between two, and {format_seconds(machine.hop_s)} for each "
         "further one"
     )
     if many is not program:
         copies = many.workers // program.workers
         note(
-            f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
-            "communications of the kind data"
+            f"assumed: {copies} copies of the job, which compute and send as much as traced; only communications of "
+            "the kind data go between copies"
         )
     title = f"{describe_program(many)}{said(options)}, by {fidelity}"
     print_parts(title, step.parts, None if traced is None else ("as traced", traced.parts))
@@ -69,7 +69,7 @@ def simulate(
 
 
 def step_values(step: ProgramStep) -> dict[str, Any]:
-    """What `--json` prints of a step."""
+    """Return what `--json` prints for a step."""
     sent: dict[str, dict[str, float]] = {}
     for (kind, tier), nbytes in step.sent.items():
         sent.setdefault(kind, {})[tier] = nbytes
@@ -79,14 +79,14 @@ def step_values(step: ProgramStep) -> dict[str, Any]:
 
 
 def describe_program(program: Program) -> str:
-    """A program in words: its workers, and how many communications of each kind it has."""
+    """Describe a program: its workers, and how many communications of each kind it has."""
     kinds = [one.kind for one in program.communications]
     told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return f"{program.name} on {count(program.workers, 'worker')} ({told or 'no communication'})"
 
 
 def program_values(program: Program, notes: Notes) -> dict[str, Any]:
-    """What `--json` prints of an imported program."""
+    """Return what `--json` prints for an imported program."""
     return {
         "name": program.name,
         "gpus": program.workers,

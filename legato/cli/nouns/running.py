@@ -1,4 +1,4 @@
-"""How the cells of a sweep are run, and where its rows are written."""
+"""The options of what a sweep simulates, how its cells are run, and where its rows are written."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
 
-#: The rows of a table.
+#: The most rows that a table shows.
 MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Cells:
-    """What is simulated on the networks, beside workloads."""
+    """The options of what is simulated on several networks, besides workloads."""
 
     fabric: str = setting("ring", FABRIC_HELP)
     fidelity: Fidelity = None
@@ -45,7 +45,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Simulated(Cells):
-    """The same of one network."""
+    """The options of what is simulated on one network."""
 
     fabric: str = setting("all", FABRIC_HELP)
     scheduler: str | None = setting(
@@ -62,7 +62,7 @@ class Simulated(Cells):
 
 @dataclass(frozen=True)
 class Running:
-    """How the cells are simulated."""
+    """The options of how the cells are simulated."""
 
     jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
     backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
@@ -70,7 +70,7 @@ class Running:
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
-        """How cells are run, as functions of `legato.sweeps` take it: with a journal beside the file to be `kept`."""
+        """Yield how cells are run, as functions of `legato.sweeps` take it: with a journal next to the `kept` file."""
         from legato.sweeps.journal import Journal, journal_of
         from legato.sweeps.parallel import check_backend
 
@@ -94,7 +94,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Written:
-    """Files for the rows."""
+    """The options of the files for the rows."""
 
     output: Path | None = setting(
         None,
@@ -102,10 +102,10 @@ class Written:
         "--output",
         "-o",
     )
-    report: Path | None = setting(None, "Write plots to this file, beside the rows.", metavar="R.html")
+    report: Path | None = setting(None, "Write plots to this file, in addition to the rows.", metavar="R.html")
 
     def check(self, reads: Sequence[Path], *suffixes: str) -> None:
-        """Raise `InputError` if a file is read, too, or cannot be written; the output has one of these suffixes."""
+        """Raise `InputError` if a file is also read, cannot be written, or has none of the suffixes of the output."""
         keep_apart(reads, output=self.output, report=self.report)
         check_file("report", self.report, ".html")
         check_file("output", self.output, *suffixes)
@@ -133,5 +133,5 @@ class Written:
 
     @property
     def first(self) -> Path | None:
-        """The file beside which finished cells are kept."""
+        """Return the file next to which finished cells are kept."""
         return next(iter(self.paths), None)

@@ -1,4 +1,4 @@
-"""Workloads of jobs that share a network: `legato simulate --share`, and on several networks `legato sweep --share`."""
+"""Workloads of jobs that share a network: `legato simulate --share`, and `legato sweep --share` on several networks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "simulate", "sweep"]
 
-#: A cell takes a second or more.
+#: The most cells of a sweep; each takes a second or more.
 _MOST_CELLS = 1000
 
 #: The priorities that Crux would give.
@@ -51,7 +51,7 @@ BY_INTENSITY = "intensity"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where jobs that share a network are."""
+    """The options of where jobs that share a network are."""
 
     PANEL: ClassVar = "Jobs that share a network (--share)"
 
@@ -69,14 +69,14 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Places(Hosts):
-    """The same, and when they begin."""
+    """The options of where jobs that share a network are, and when they begin."""
 
     shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
 
 
 @dataclass(frozen=True)
 class Timed(Places):
-    """The same of jobs whose iterations can be timed: most have one value for all jobs, or one for each."""
+    """The options of jobs whose iterations can be timed: most take one value for all jobs, or one for each."""
 
     best_shift: bool = setting(
         False, "Find the shifts with the smallest slowdowns, and what it costs to miss them.", "--best-shift"
@@ -204,7 +204,7 @@ def _check_links(fidelity: str | None) -> None:
 
 
 def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
-    """The network of these values on its axes, with room for jobs of so many workers."""
+    """Return the network with these values on its axes, and with room for jobs with these numbers of workers."""
     from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweeps.grid import network_of
 
@@ -220,7 +220,7 @@ def _shared(
     how: Timed,
     options: dict[str, Any],
 ) -> tuple[SharedNetwork, int]:
-    """The jobs on a network, and the number of iterations: a cell of a sweep, and what `legato simulate` looks at."""
+    """Return the jobs on a network, and the number of iterations, for `legato simulate` or a cell of a sweep."""
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.shared.jobs import ITERATIONS
     from legato.simulator.flow.shared.placement import check_taken
@@ -278,7 +278,7 @@ def _jobs(
 
 
 def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
-    """A row for each case: equal priorities, those that are given, those of Crux, and the best shifts."""
+    """Return a row for each case: equal priorities, the given ones, Crux's, and the best shifts."""
     from legato.simulator.flow import best_shifts
 
     own_s = [job.shift_s for job in shared.jobs]
@@ -338,7 +338,7 @@ def _slowdown(slowdown: float) -> str:
     return f"{slowdown:.3f}x"
 
 
-#: The columns behind the case and the job: what of a job is in it, its head, and how it is written.
+#: The columns after the case and the job: the key of the job's value, the head, and how the value is written.
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", str),
     "priority": ("priority", str),
@@ -354,7 +354,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A line for each job in each case, and one for all jobs."""
+    """Return a table with a line for each job in each case, and one for all jobs."""
 
     def cells(found: dict[str, Any]) -> list[str]:
         there = {
@@ -380,7 +380,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _drifts(phases: Phases) -> Table:
-    """The mean slowdown with the best shifts, and where they are missed."""
+    """Return a table of the mean slowdown with the best shifts, and where they are missed."""
     table = Table(title="where the jobs miss the best shifts", header_style="dim")
     table.add_column("phase")
     table.add_column("mean slowdown", justify="right")

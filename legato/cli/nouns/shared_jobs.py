@@ -1,4 +1,4 @@
-"""`legato simulate --share` of whole jobs and programs: a step of each beside the others, and what it waits for."""
+"""`legato simulate --share` of whole jobs and programs: a step of each next to the others, and what it waits for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-#: Of a step alone: changes of less are not shown.
+#: Changes by less than this share of a step alone are not shown.
 _LEAST_SHARE = 0.001
 
 
@@ -45,7 +45,7 @@ def simulate(
     output: TimelineOutput = None,
     json: Json = False,
 ) -> None:
-    """Print how long the steps of jobs are on a network that they share."""
+    """Print how long the jobs' steps take on a network that they share."""
     from legato.simulator.flow.shared.placement import check_taken, place
     from legato.whole_jobs.flow.shared import STEPS, simulate_shared
     from legato.whole_jobs.flow.step import network_of
@@ -100,7 +100,7 @@ def _slowdown(found: Sequence[SharedStep]) -> float:
 def _table(
     title: str, names: Sequence[str], sizes: Sequence[int], found: Sequence[SharedStep], window_s: tuple[float, float]
 ) -> Table:
-    """A line for each job, and one for all."""
+    """Return a table with a line for each job, and one for all."""
     from legato.whole_jobs.step import waits
 
     table = Table("job", title=title, header_style="dim")
@@ -120,7 +120,7 @@ def _table(
 
 
 def _row(name: str, shift_s: float, found: SharedStep) -> dict[str, Any]:
-    """What `--json` prints of a job."""
+    """Return what `--json` prints for a job."""
     return {
         "job": name,
         "shift_s": shift_s,
@@ -141,7 +141,7 @@ def _values(step: Step | ProgramStep) -> dict[str, Any]:
 
 
 def _longer(found: SharedStep) -> str:
-    """What of a step takes longer beside the other jobs, as shares of the step alone, the most first."""
+    """Say which parts of a step take longer next to the other jobs, as shares of the step alone, the largest first."""
     more = {part: seconds / found.alone.seconds for part, seconds in found.longer_s.items()}
     shown = sorted((part for part in more if abs(more[part]) >= _LEAST_SHARE), key=lambda part: -more[part])
     return ", ".join(f"{part} {percent(more[part], signed=True)}" for part in shown) or "nothing"

@@ -1,4 +1,4 @@
-"""Workloads: `legato simulate` of one network, with a row for each fabric, and `legato sweep` of every combination."""
+"""Workloads: `legato simulate` on one network, with a row for each fabric, and `legato sweep` of every combination."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate", "sweep"]
 
-#: A timeline file is for looking at, and has no more workers than these.
+#: The most workers in a timeline file, which is for looking at.
 _MOST_DRAWN = 32
-#: The baseline of speedups is simulated beside other fabrics if it has no more pushes than these.
+#: The most pushes with which the baseline of speedups is simulated in addition to other fabrics.
 _MOST_BASELINE = 1_000_000
 
 
@@ -84,7 +84,7 @@ def simulate(
     servers = given.axes.get("servers")
     chosen = _fabrics(what.fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
     own = None if what.plan is None else files.read(what.plan, Plan)
-    # With disturbances, also by a factor of 1: so that both times are of the same iterations.
+    # With disturbances, even by a factor of 1, so that both times are of the same iterations.
     iterations = 1 if what.iterations is None and network.disturbances else what.iterations
     simulation = Simulation(jobs, network, fidelity, iterations)
     if fidelity == "formulas" and what.fabric == "all":
@@ -116,7 +116,7 @@ def simulate(
 
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
-    """The named fabrics, each with the options that it has. Raises `InputError` on an option that none of them has."""
+    """Return the named fabrics, each with its own options. Raises `InputError` on an option that no fabric has."""
     from legato.simulator.flow.fabrics import check_options, fabric_names, fitting, label
 
     chosen = fabric_names() if names == "all" else list(map(fabric_of, split(names)))
@@ -129,7 +129,7 @@ def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str,
 def _plans(
     chosen: dict[str, Fabric], job: Workload, by: Plan | str | Scheduler, network: Network, *, leave_out: bool
 ) -> dict[str, Plan]:
-    """The plan for each fabric: a plan, or a scheduler's. With `leave_out`, fabrics without one are left out."""
+    """Return the plan for each fabric: a given plan, or a scheduler's. `leave_out` leaves out fabrics without one."""
     from legato.sweeps.cell import plan_for
 
     plans = {}
@@ -144,7 +144,7 @@ def _plans(
 
 
 def _fits_baseline(network: Network) -> bool:
-    """Whether the baseline of speedups has all the servers that are disturbed."""
+    """Return whether the baseline of speedups has all the servers that are disturbed."""
     from legato.simulator.flow import BASELINE, FABRICS
 
     return all(one.kind != "server" or one.number < FABRICS[BASELINE].servers for one in network.disturbances)
@@ -153,9 +153,9 @@ def _fits_baseline(network: Network) -> bool:
 def _rows(
     simulation: Simulation, chosen: dict[str, Fabric], plans: dict[str, Plan], *, with_baseline: bool
 ) -> tuple[list[dict[str, Any]], Timeline]:
-    """One row per fabric with a plan, and the timeline of the fastest one.
+    """Return one row per fabric with a plan, and the timeline of the fastest one.
 
-    Speedups are None if the baseline is not one of the fabrics, and is not simulated as well (`with_baseline`).
+    Speedups are None if the baseline is not one of the fabrics, and is not simulated in addition (`with_baseline`).
     """
     from legato.simulator.flow import BASELINE, FABRICS, plain_plan
 
@@ -193,7 +193,7 @@ def _rows(
 
 
 def _compiled_s() -> float:
-    """The seconds for which this process has compiled the flow simulator, if it has loaded it."""
+    """Return how long this process has compiled the flow simulator, if it has loaded it."""
     loop = sys.modules.get("legato.simulator.flow.engine.loop")
     return 0.0 if loop is None else loop.compiled_s()
 
@@ -201,7 +201,7 @@ def _compiled_s() -> float:
 def _disturbed(
     simulation: Simulation, found: Timeline | FlowResult, plan: Plan, name: str, fabric: Fabric
 ) -> dict[str, Any]:
-    """What else is known of a fabric on a network that is disturbed: columns that only some tables have."""
+    """Return what else is known about a fabric on a disturbed network: columns that only some tables have."""
     network = simulation.network
     if isinstance(found, Timeline) or not network.disturbances:
         return {}
@@ -257,7 +257,7 @@ class _Column(NamedTuple):
 
 
 def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
-    """The columns of the table, of which those are shown that tell rows apart."""
+    """Return all columns of the table; only those that tell rows apart are shown."""
     from legato.reports.sweeps import over
 
     def of(axis: Axis) -> _Column:
@@ -278,12 +278,12 @@ def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
 
 
 def _is_shown(head: str, texts: set[str]) -> bool:
-    """Whether the table has this column: it has several values, or is always worth a look."""
+    """Return whether the table has this column: it has several values, or is always worth a look."""
     return len(texts) > 1 or head == "iteration" or (head in ("utilization", "faster with") and bool(texts))
 
 
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
-    """What all cells have in common, in words: the machines and links, and of the rest what is not as usual."""
+    """Say what all cells have in common: the machines and links, and whatever else is not as usual."""
     from legato.simulator.flow.fabrics import fitting
     from legato.sweeps.grid import PLAIN
 
@@ -303,7 +303,7 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
 
 
 def _sends(grid: Grid) -> list[str]:
-    """For how long a send keeps its sender busy, if it does."""
+    """Say for how long a send keeps its sender busy, if it does."""
     latencies_s, (send_s,) = grid.values["latency_s"], grid.values["send_s"]
     latest_s = min(SEND_S, max(latencies_s)) if send_s is None else send_s
     less = ", or the latency" if latest_s > min(latencies_s) else ""
@@ -311,7 +311,7 @@ def _sends(grid: Grid) -> list[str]:
 
 
 def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
-    """Print one row per cell, or of many the fastest on each network; what is the same everywhere is in the title."""
+    """Print one row per cell, or if there are many, the fastest on each network; the title has what is the same."""
     note_machine(network.named())
     shown, cluster = list(rows), "" if network.file is None else f"{network.file}: "
     title = ", ".join([cluster + count(len(rows), "cell"), *_same_everywhere(rows, grid)])

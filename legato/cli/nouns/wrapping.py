@@ -1,4 +1,4 @@
-"""`legato plan --shard parameters`: time against memory, and the lines of torch for the row that is taken."""
+"""`legato plan --shard parameters`: time against memory, and the torch code for the chosen row."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _Network = Annotated[Given, axes("workers", "links", "reduce", "gpus_per_card")]
 
 @dataclass(frozen=True)
 class FullySharded:
-    """What `--shard parameters` needs to know beside the network."""
+    """The options that `--shard parameters` needs besides the network."""
 
     PANEL = "Fully sharded training (--shard parameters)"
 
     memory: str | None = setting(
         None,
-        "What parameters, gradients, Adam's states and FSDP2's buffers may take on a GPU, without activations.",
+        "Memory of a GPU for parameters, gradients, Adam's states and FSDP2's buffers, without activations.",
         metavar="SIZE",
         show_default="no limit",
     )
@@ -50,7 +50,7 @@ class FullySharded:
     program: Path | None = setting(
         None, "Write what the GPUs do to this file: legato simulate runs it link by link.", metavar="P.json"
     )
-    code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
+    code: bool = setting(False, "Print the torch code that wraps the model as the chosen row says.", "--code")
 
     def sharding(self, workload: Workload, network: Given) -> Sharding:
         from legato.fsdp.table import Sharding
@@ -79,7 +79,7 @@ def plan(
     timeline: PlanTimeline = None,
     json: Json = False,
 ) -> None:
-    """Print the table, and write the wrapping that is taken, and its timeline, to files."""
+    """Print the table, and write the chosen wrapping and its timeline to files."""
     from legato.fsdp.table import compare, program_of_wrapping
     from legato.reports.html import write_report
     from legato.reports.model import Report
