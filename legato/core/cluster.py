@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-#: A relative error that counts as none.
+#: The largest relative error that counts as none.
 _FITS = 1e-3
 #: A line that is further off than this at a measured size is not the cost; one that is further off than that is said.
 _CLOSE, _OFF = 0.1, 0.2
@@ -94,7 +94,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """Return the cost without the floor, in this kind of numbers."""
+        """Return the cost without the floor, as this kind of number."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -119,7 +119,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def startup_s(self) -> float:
-        """The seconds that the smallest message takes."""
+        """Return the seconds that the smallest message takes."""
         return self.cost(0.0)
 
     @classmethod
@@ -175,16 +175,16 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return msgspec.structs.replace(cost, off=off if (off := cost._worst(points)) > _OFF else 0.0)
 
     def _worst(self, points: Iterable[tuple[float, float]]) -> float:
-        """The largest relative error."""
+        """Return the largest relative error."""
         return max(abs(self.cost(x) / y - 1) for x, y in points)
 
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
-        """The sum of squared errors, each divided by the seconds of its sample."""
+        """Return the sum of squared errors, each divided by the seconds of its sample."""
         return math.fsum((self.cost(x) - y) ** 2 / y for x, y in points)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(alpha, beta) of the straight line that fits (bytes, seconds) samples of at least two sizes best."""
+    """Return (alpha, beta) of the straight line that best fits (bytes, seconds) samples of at least two sizes."""
     weight = math.fsum(1 / y for _, y in points)
     level = len(points) / weight
     middle = math.fsum(x / y for x, y in points) / weight  # sizes minus this: close ones do not cancel
@@ -209,7 +209,7 @@ def _last_rate(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
-    """The sum of two costs for the smallest message and for large ones, and at measured sizes."""
+    """Return a cost that is the sum of two for the smallest message, for large ones, and at measured sizes."""
     sizes = sorted({x for x, _ in (*a.points, *b.points)})
     points = tuple((x, a.cost(x) + b.cost(x)) for x in sizes)
     floor = a.startup_s + b.startup_s if (a.floor_s or b.floor_s) and not points else 0.0
@@ -217,7 +217,7 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
 
 
 def _halved(cost: LinearCost) -> LinearCost:
-    """The cost of half of the bytes."""
+    """Return the cost of half of the bytes."""
     points = tuple((2 * x, y) for x, y in cost.points)
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
@@ -227,7 +227,7 @@ def _flat(cost: LinearCost) -> LinearCost:
     return LinearCost(cost.startup_s, 0.0)
 
 
-#: Ways to all-reduce that cannot be sent in halves: in between, no worker has the sum of a part of its own. The last
+#: Ways to all-reduce that cannot be sent in halves: halfway, no worker has the whole sum of its own part. The last
 #: three are fabrics of the flow simulator.
 UNDIVIDED = (*(name for name in COLLECTIVES if name not in DIVIDED), "butterfly", "ring-whole", "ring+multicast")
 
@@ -246,15 +246,15 @@ def carries_out(backend: str, collective: str) -> bool:
 #: The cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
-#: The seconds for which a send is assumed to keep its sender busy, where that was not measured; no more than the
-#: latency, of which it is a part.
+#: The seconds for which a send is assumed to keep its sender busy where that was not measured. They are a part of the
+#: latency, so no more than it.
 SEND_S = 5e-6
 
 
 def sending_s(send_s: float | None, latency_s: float) -> float:
-    """The seconds for which a send keeps its sender busy. Raises `InputError` on more than the latency.
+    """Return the seconds for which a send keeps its sender busy. Raises `InputError` on more than the latency.
 
-    None, where nobody knows it: `SEND_S`, or the latency if that is less.
+    If it is not known (None), it is `SEND_S`, or the latency if that is less.
     """
     if send_s is None:
         return min(SEND_S, latency_s)
@@ -275,9 +275,9 @@ def _parameter_server(
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time that messages and computation take from each other where the same processor does both.
 
-    If workers compute all the while that a message of n bytes is in flight, it takes `delay.cost(n)` seconds longer,
-    and `overhead.cost(n)` seconds of the processor are lost to computation (the overhead o of LogP, per message, and of
-    LogGPO, per byte). If a message is in flight during computation for a part of its way, the same part counts.
+    If workers compute all the time while a message of n bytes is in flight, it takes `delay.cost(n)` seconds longer,
+    and computation loses `overhead.cost(n)` seconds of the processor (the overhead o of LogP, per message, and of
+    LogGPO, per byte). If workers compute during a part of a message's flight, the same part of both counts.
     `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its message.
     """
 
@@ -290,7 +290,7 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(f"pack_s_per_byte: {self.pack_s_per_byte} (expected a finite number, at least 0)")
 
     def __str__(self) -> str:
-        return f"beside computation: {self.delay} longer, and takes {self.overhead} from computation"
+        return f"during computation: a message takes {self.delay} longer, and {self.overhead} from computation"
 
 
 class Cluster(
@@ -307,8 +307,8 @@ class Cluster(
     of a worker's link) and `latency_s` (seconds, one hop) are the values that
     the costs were derived from, or None if the costs were measured;
     `send_s` (seconds) is the part of the latency for which a send keeps its sender
-    busy: messages that a worker sends at once begin this time after one another. Where
-    it was not measured, it is None, and assumed to be `SEND_S`.
+    busy: messages that a worker sends together begin this time after one another. If it
+    was not measured, it is None, and assumed to be `SEND_S`.
     `reduce_s_per_byte` is the time to add one byte of one gradient to another.
     `depths` holds the measured costs of collectives in chunks: by name, then by
     depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
@@ -393,7 +393,7 @@ class Cluster(
         )
 
     def __str__(self) -> str:
-        """The machines, and one line per collective: the cost of a message, the default first."""
+        """Return the machines, and one line per collective, the default first: the cost of a message."""
         servers = f", {count(self.servers, 'server')}" if self.servers else ""
         speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
         latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
@@ -409,7 +409,7 @@ class Cluster(
         return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """Return the same for notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
@@ -432,16 +432,16 @@ class Cluster(
 
     @property
     def sending_s(self) -> float:
-        """`send_s`, or what is assumed if that is None."""
+        """Return `send_s`, or what is assumed if it is None."""
         return sending_s(None, self.latency_s or 0.0) if self.send_s is None else self.send_s
 
     @property
     def in_halves(self) -> list[str]:
-        """The names of the collectives that can be sent in two halves."""
+        """Return the names of the collectives that can be sent in two halves."""
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """The part of a derived cost per byte that is for adding up gradients, all of it in the first half."""
+        """Return the part of a derived cost per byte that pays for adding up gradients, all in the first half."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
@@ -459,7 +459,7 @@ class Cluster(
         )
 
     def in_wire_format(self) -> Cluster:
-        """Return the cluster on which a message as it is costs what it does here in a wire format: half its bytes.
+        """Return the cluster on which a message costs what it costs here in a wire format, which halves its bytes.
 
         Packing and unpacking cost the same, since they handle all elements.
         """
@@ -504,7 +504,7 @@ class Cluster(
         )
 
     def at_floors(self) -> Cluster:
-        """Return the cluster on which every message costs what the smallest one does here: no message costs less."""
+        """Return the cluster on which every message costs what the smallest one costs here, the least of all."""
         beside = self.contention
         if beside is not None:
             beside = msgspec.structs.replace(beside, delay=_flat(beside.delay), overhead=_flat(beside.overhead))

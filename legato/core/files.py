@@ -35,7 +35,7 @@ MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
-#: How traces begin, and no file of legato's: compressed, with an array of events, or with an object that has events.
+#: The beginnings of traces, which no file of legato has: compressed, an array of events, or an object that has events.
 _TRACE = re.compile(
     rb"\x1f\x8b|\s*\[\s*\{\s*\"(?:ph|cat|name|ts|pid|tid)\"|(?=.{0,65536}\"traceEvents\"\s*:)\s*\{(?!\s*\"format\")",
     re.DOTALL,
@@ -54,7 +54,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of a hash: they differ if the values differ. A workload keeps its own."""
+    """Return 16 hexadecimal digits of a hash, which differ if the values differ. A workload keeps its own."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
@@ -159,13 +159,13 @@ def _reason(error: Exception) -> str:
 
 
 def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:
-    """The kind that `format` names. Raises `FileError` unless it is `kind`, or, where that is None, a noun."""
+    """Return the kind that `format` names. Raises `FileError` unless it is `kind`, or any noun if `kind` is None."""
     known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
     if None in known:
         return known[None]
     if _TRACE.match(data):
         raise FileError(
-            "a trace (`legato advise` reads those of torch.profiler, and `legato import` makes a workload of a trace)"
+            "a trace (`legato advise` reads traces of torch.profiler, and `legato import` makes a workload of a trace)"
         )
     found = bytes(_decode(data, _Header).format).decode(errors="replace")
     for tag, noun in known.items():
@@ -220,7 +220,7 @@ def _explain(message: str, data: bytes, kind: type) -> str:
 
 
 def _locate(data: bytes, kind: Any, path: str) -> tuple[str, str, Any]:
-    """Find the place that msgspec's path refers to: (its name, the text there, the expected type)."""
+    """Return the place that msgspec's path refers to: (its name, the text there, the expected type)."""
     where = ""
     try:
         for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):

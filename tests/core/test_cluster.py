@@ -271,7 +271,7 @@ def test_a_cluster_on_which_messages_and_computation_contend():
     beside = cluster.while_computing()
     assert beside.contention is None and beside.cost("c") == LinearCost(3.0, 1.5)
     assert beside.cost("f") == LinearCost(1.0, 1.5, 5.0)
-    assert "beside computation: 1 s + " in str(cluster)
+    assert "during computation: a message takes 1 s + " in str(cluster)
     assert Cluster(2, FREE).while_computing() == Cluster(2, FREE)
     with pytest.raises(InputError, match="pack_s_per_byte: -1"):
         Contention(FREE["c"], FREE["c"], -1.0)
