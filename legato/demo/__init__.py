@@ -30,11 +30,11 @@ __all__ = ["MODEL_NAMES", "NEXT", "report_of", "run", "run_servers", "summary", 
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
 
-#: What to do next with a model of one's own.
+#: The advice on what to do next with the user's own model.
 NEXT = (
     "With your own model: `model, optimizer = legato.distribute(model, optimizer)` after DDP in your training\n"
     "script, or first `legato capture FILE.py:FUNCTION -o w.json` and `legato plan w.json --scheduler all` to see\n"
-    "what it would win on your network."
+    "what it would save on your network."
 )
 
 #: With more than two workers, the largest relative difference of trained weights that count as equal.
@@ -77,7 +77,7 @@ def run_servers(
 
 
 def weights_equal(result: ModelResult) -> bool:
-    """Compare bit for bit for two workers, where a sum has only one order; within the tolerance for more."""
+    """Return whether weights are equal: bit for bit for two workers, whose sums have one order; else roughly."""
     return result.max_relative_difference <= (0.0 if result.cluster.workers == 2 else TOLERANCE)
 
 
@@ -98,7 +98,7 @@ def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
 
 
 def verdict(result: ModelResult) -> list[str]:
-    """Return in plain words what was won, how far that is from the bound, and whether the prediction held."""
+    """Return in plain words what was gained, how far that is from the bound, and whether the prediction held."""
     chosen = result.best
     gain = result.ddp_s / result.legato_s
     bound_s, predicted_s = chosen["lower_bound_s"], chosen["iteration_s"]
@@ -115,18 +115,18 @@ def verdict(result: ModelResult) -> list[str]:
         won,
         f"  The prediction was {format_seconds(predicted_s)} ({off}).",
         f"  No plan can take less than {format_seconds(bound_s)}, so at most {percent(spare, 0)} of the step is "
-        "left to win.",
+        "left to gain.",
     ]
 
 
 def rows(result: ModelResult) -> list[dict[str, Any]]:
-    """Return the rows of the scheduler table, with measured times beside the predictions."""
+    """Return the rows of the scheduler table, with measured times next to the predictions."""
     measured = dict(zip(measured_names(result.plan), (result.ddp_s, result.legato_s), strict=True))
     return [{**row, "measured_s": measured.get(row["scheduler"])} for row in result.rows]
 
 
 def advice(result: ModelResult) -> str:
-    """Return what was measured, what is predicted for the same two, and for stock DDP with other buckets."""
+    """Return what was measured, and what is predicted for the same two and for stock DDP with other buckets."""
     predicted_s = {row["scheduler"]: row["iteration_s"] for row in result.rows}
     ours = measured_names(result.plan)[1]
     sentences = [
@@ -144,7 +144,7 @@ def advice(result: ModelResult) -> str:
 
 
 def _compared(name: str, seconds: float, ddp_s: float) -> str:
-    """Two times of the same kind, both measured or both predicted."""
+    """Compare two times of the same kind, both measured or both predicted."""
     if name == "ddp":
         return f"{format_seconds(ddp_s)} per iteration with DDP, and no plan is more than {percent(SAME)} faster"
     return (
@@ -184,7 +184,7 @@ def report_of(result: ModelResult, link: str) -> ModelReport:
 
 
 def write_pictures(results: Sequence[ModelResult], folder: Path, link: str) -> tuple[Path, Path]:
-    """Write the report and the Perfetto trace of all models, and the parts of each one's report; returns their paths.
+    """Write the report and the Perfetto trace of all models, and the parts of each report, and return the two paths.
 
     `link` are the links between the workers in words.
     """

@@ -1,8 +1,8 @@
 """One rank of `legato demo --servers`, started by torchrun.
 
-Workers and servers capture and calibrate together. Then each order of pulls
-trains the same model from the same start, in alternating blocks, and its weights
-are compared with those of DDP.
+Workers and servers capture and calibrate together. Then the same model trains under
+each order of pulls from the same start, in alternating blocks, and its weights are
+compared with DDP's.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _measured(name: str, servers: int, advance: Advance) -> tuple[Workload, Clus
 
 
 def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
-    """Train a block of steps; returns (iterations, trained weights) on workers, None on servers."""
+    """Train a block of steps, and return (iterations, trained weights) on workers, None on servers."""
     torch.manual_seed(SEED)
     training = MODELS[name]()
 
@@ -107,7 +107,7 @@ def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
 
 
 def _under_ddp(name: str, servers: int) -> dict[str, torch.Tensor] | None:
-    """Train the same steps under DDP; returns the weights on workers, None on servers."""
+    """Train the same steps under DDP, and return the weights on workers, None on servers."""
     group = dist.new_group(range(dist.get_world_size() - servers))
     torch.manual_seed(SEED)
     training = MODELS[name]()

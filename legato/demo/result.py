@@ -19,12 +19,12 @@ STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
 
 
 def measured_names(plan: Plan) -> tuple[str, str]:
-    """The names of the two trainings: under DDP, and under the plan, which differ also if the plan is DDP's own."""
+    """Return the names of the trainings under DDP and under the plan, which differ even if the plan is DDP's own."""
     return "ddp", plan.scheduler if plan.carrier == "legato" else "ddp in legato's runtime"
 
 
 class ModelResult(msgspec.Struct, frozen=True):
-    """The result for one model; `rows` are those of `legato plan`, which are predicted.
+    """The result for one model; `rows` are the predicted rows of `legato plan`.
 
     `ddp_blocks_s` and `legato_blocks_s` are the seconds per iteration of each timed block of steps.
     """
@@ -46,17 +46,17 @@ class ModelResult(msgspec.Struct, frozen=True):
 
     @property
     def ddp_s(self) -> float:
-        """The median seconds per iteration under DDP."""
+        """Return the median seconds per iteration under DDP."""
         return statistics.median(self.ddp_blocks_s)
 
     @property
     def legato_s(self) -> float:
-        """The median seconds per iteration under the plan."""
+        """Return the median seconds per iteration under the plan."""
         return statistics.median(self.legato_blocks_s)
 
     @property
     def best(self) -> dict[str, Any]:
-        """The row of the plan that was trained with."""
+        """Return the row of the plan that the training used."""
         return next(row for row in self.rows if row["scheduler"] == self.plan.scheduler)
 
 

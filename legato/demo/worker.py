@@ -49,7 +49,7 @@ class Trainee:
         self.block_s: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Train `count` steps; returns the seconds of an iteration, from one start of a backward pass to the next."""
+        """Train `count` steps, and return the seconds of an iteration, from one backward pass's start to the next's."""
         torch.set_rng_state(self._random)
         dist.barrier()
         began = []
@@ -123,14 +123,14 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
 
 
 def _passes(training: Training) -> None:
-    """One forward and backward pass."""
+    """Run one forward and backward pass."""
     training.optimizer.zero_grad()
     loss: Any = training.loss(training.model)
     loss.backward()
 
 
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
-    """Train both in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
+    """Train both models in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
     ours = Trainee(build, lambda t: attach(t.model, t.optimizer, plan)[0])
     blocks = 1 + max(1, steps // BLOCK)

@@ -97,7 +97,7 @@ def test_the_last_lines_say_what_was_won_and_what_is_left(scheduler, slowdown, w
     first, prediction, bound = demo.verdict(one)
     assert first.startswith("cnn: legato ") and won in first
     assert f"({1 / slowdown[1] - 1:+.1%})" in prediction
-    assert f"at most {1 - one.best['lower_bound_s'] / one.legato_s:.0%} of the step is left to win" in bound
+    assert f"at most {1 - one.best['lower_bound_s'] / one.legato_s:.0%} of the step is left to gain" in bound
 
 
 def test_without_hosts_the_demo_says_that_it_runs_over_loopback(monkeypatch, capsys):
