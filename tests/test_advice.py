@@ -356,7 +356,7 @@ def test_a_job_that_sends_gradients_alone_has_no_table_of_traffic(tmp_path, caps
 def test_traffic_needs_the_traces_of_all_ranks(tmp_path, capsys):
     status, out, err = run(capsys, "advise", *MeshJob().write(tmp_path)[:3])
     assert status == 0 and "Traffic" not in out
-    assert "missing: traffic by kind: traces of rank 3: missing (expected those of all 4 ranks)" in err
+    assert "missing: traffic by kind: traces of rank 3: missing (expected traces of all 4 ranks)" in err
 
 
 def test_communication_that_is_short_is_not_said_to_be_hidden():

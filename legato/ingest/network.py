@@ -35,8 +35,8 @@ _ROUNDED = 0.05
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     """Fit the cost of an all-reduce to a job's traced ones, in the group that shares gradients if the traces tell it.
 
-    For each number of bytes the median counts, without waits for late ranks. If the waits are not known, the fastest
-    counts, because waits only add to its time. `workers` is used if the traces do not tell their number. Raises
+    For each number of bytes, the median time without waits for late ranks counts. If the waits are not known, the
+    fastest time counts, because waits only add to it. `workers` is used if the traces do not tell their number. Raises
     `InputError` if they have no all-reduce whose size is known, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
@@ -90,15 +90,15 @@ def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes:
 def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, list[tuple[int, float]], int]:
     """Fit the cost of an all-reduce to the output of nccl-tests' (or rccl-tests') `all_reduce_perf`.
 
-    Returns the cluster, the (bytes, seconds) samples, in place if the output has them, and how many ranks measured them
-    (0 if the output does not list them). `workers` is the number of ranks to assume; by default it is that number.
-    Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with right
+    Returns the cluster, the (bytes, seconds) samples (the in-place ones, if there are any), and how many ranks measured
+    them (0 if the output does not list them). `workers` is the number of ranks to assume, by default that number.
+    Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with correct
     results.
     """
     lines = read_all(path).decode(errors="replace").splitlines()  # each may begin with what a launcher says
     for test in _found(_TEST, lines):
         if test[1] != "all_reduce":
-            raise FileError(f"{path}: output of {test[1]}_perf (expected that of all_reduce_perf)")
+            raise FileError(f"{path}: output of {test[1]}_perf (expected the output of all_reduce_perf)")
     ranks = [int(rank[1]) for rank in _found(_RANK, lines)]
     headings = [heading.string[heading.end() :].split() for heading in _found(_HEADING, lines)]
     if not headings or "time" not in headings[0]:
@@ -123,7 +123,7 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """The bytes and seconds of a line of a table, whether its results are right, and busbw over algbw if it has it."""
+    """Return the bytes and seconds of a table's line, whether its results are right, and busbw over algbw, if any."""
     time = max(k for k, word in enumerate(heading) if word == "time")
     columns = len(heading) + heading.count("timestamp")  # which is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]

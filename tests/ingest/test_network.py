@@ -144,7 +144,7 @@ def test_both_layouts_of_nccl_tests(tmp_path):
     ("text", "says"),
     [
         ("hello", "no table of sizes and times"),
-        (NEW.replace("all_reduce_perf", "all_gather_perf"), "output of all_gather_perf .expected that of all_reduce"),
+        (NEW.replace("all_reduce_perf", "all_gather_perf"), "all_gather_perf .expected the output of all_reduce"),
         (NEW.replace("all_reduce_perf", "sendrecv_perf"), "output of sendrecv_perf"),
         (GATHERED, "a collective that reduces nothing"),
         (SCATTERED, r"busbw is 0.5 x algbw .expected 1, as an all-reduce between 2 ranks has it"),
@@ -176,7 +176,7 @@ def test_calibrate_reads_them(tmp_path, capsys):
     status, out, _ = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster, "--json")
     assert status == 0 and json.loads(out)["cluster"]["workers"] == json.loads(cluster.read_text())["workers"] == 16
     _, _, err = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster)
-    assert "measured between 2 ranks, and taken for the cost between 16" in err
+    assert "measured between 2 ranks, and taken as the cost between 16" in err
     status, _, err = run(capsys, "calibrate", "--workers", "16", "-o", cluster)
     assert status == 2 and "--workers means nothing without --nccl-tests" in err
 

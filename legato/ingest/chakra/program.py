@@ -28,7 +28,7 @@ MOST_NEEDS = 2**25
 class RankGraph(NamedTuple):
     """One rank's nodes in the order in which they run.
 
-    `computing` has those that compute, and `collectives` the kind and bytes of each that is one.
+    `computing` has the nodes that compute, and `collectives` the kind and bytes of each collective.
     """
 
     order: Sequence[TraceNode]
@@ -39,7 +39,7 @@ class RankGraph(NamedTuple):
     def of(
         cls, order: Sequence[TraceNode], computing: Set[int], collectives: Mapping[int, tuple[str, int | None]]
     ) -> RankGraph:
-        """The graph of nodes in an order of their dependencies; those that compute nothing run as soon as they can."""
+        """Return the graph of nodes in an order of their dependencies; those without computation run early."""
         behind: dict[int, int] = {}  # how many nodes compute before each has run
         latest: dict[object, int] = {}
         computed = 0
@@ -59,10 +59,10 @@ class RankGraph(NamedTuple):
 
 
 def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program:
-    """The program of the graphs of all ranks; raises `InputError` where these contradict each other or lack a rank."""
+    """Return the program of all ranks' graphs. Raises `InputError` if they contradict each other or lack a rank."""
     number = len(graphs)
     if number < 2 or set(range(number)) != graphs.keys():
-        raise InputError(f"graphs of {ranks_in_words(sorted(graphs))} (expected those of all ranks, from 0 on)")
+        raise InputError(f"graphs of {ranks_in_words(sorted(graphs))} (expected graphs of all ranks, from 0 on)")
     members = _members(graphs)
     if members.keys() - {None}:
         notes.assume("the ranks of a pg_name are those whose graphs have it")
@@ -77,12 +77,12 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
     for rank, own in numbered(joints, nodes).items():
         by_node = {nodes[rank][part].id: k for part, k in own.items()}
         lanes.append(Lane((rank,), tuple(_actions(graphs[rank], by_node, joints))))
-    notes.assume("an op runs when the ops before it have ended, and what nothing depends on is waited for at the end")
+    notes.assume("an op runs when the ops before it have ended, and the end waits for what nothing depends on")
     return Program(name, tuple(lanes), tuple(communications(joints, transfers, number, notes)))
 
 
 def _members(graphs: Mapping[int, RankGraph]) -> dict[object, list[int]]:
-    """The ranks whose graphs have collectives of a process group, by its name."""
+    """Return the ranks whose graphs have collectives of each process group, by its name."""
     found: dict[object, list[int]] = {}
     for rank, graph in sorted(graphs.items()):
         for group in {_group(node) for node in graph.order if node.id in graph.collectives}:
@@ -95,7 +95,7 @@ def _group(node: TraceNode) -> object:
 
 
 def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[int]]) -> TracedTransfer:
-    """A node as a transfer; those that legato has written carry gradients, and have the bytes of results."""
+    """Return a node as a transfer; nodes written by legato carry gradients, and have the bytes of their results."""
     told, seconds = node.attributes, graph.seconds(node)
     if node.type in SEND_RECEIVE:
         sends = node.type == SEND_RECEIVE[0]
@@ -123,7 +123,7 @@ def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[i
 def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Joint]) -> list[Action]:
     """Return what a rank does; `numbers` has its communications by node. In one group, these run in turn anyway."""
     result: list[Action] = []
-    needs: dict[int, set[int]] = {}  # the communications that a node needs, and nothing before it has waited for
+    needs: dict[int, set[int]] = {}  # the communications that a node needs and that nothing before it has awaited
     waited: set[int] = set()
     total = 0
     for node in graph.order:

@@ -46,7 +46,7 @@ class _Parameter:
 
 
 def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
-    """The gradients of a trimmed step; empty if it has neither gradient transfers nor parameters."""
+    """Return the gradients of a trimmed step; none if it has neither gradient transfers nor parameters."""
     sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
     if unsized:
@@ -81,7 +81,7 @@ def why_none(step: TracedStep) -> str:
 
 
 def _parameters(step: TracedStep) -> list[_Parameter]:
-    """The parameters whose gradients are sent, with their readers in the first forward pass."""
+    """Return the parameters whose gradients are sent, with their readers in the first forward pass."""
     found = _of_pass(step, step.sending)
     if step.sending is None or step.sending is step.phases.passes[0]:
         return found
@@ -91,7 +91,7 @@ def _parameters(step: TracedStep) -> list[_Parameter]:
 
 
 def _of_pass(step: TracedStep, which: BackwardPass | None) -> list[_Parameter]:
-    """The parameters of one backward pass, or of the whole step."""
+    """Return the parameters of one backward pass, or of the whole step."""
     columns = step.trace.operator
     forward = _first_by_sequence(step)
     forward_ops = [i for i, op in enumerate(step.ops) if op.phase == "forward"]
@@ -122,14 +122,14 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
 
 
 def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The launch times of the backward ops, sorted, and for each the highest index of an op launched by then."""
+    """Return the sorted launch times of the backward ops, and for each the highest index of an op launched by then."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
 
 
 def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
-    """(row, end of its hook, sequence number of the node before it) of each `AccumulateGrad` of the step."""
+    """Return (row, end of its hook, sequence number of the node before it) of each `AccumulateGrad` of the step."""
     columns, names = step.trace.operator, step.trace.names
     nodes = _backward_nodes(step)
     hook_end: dict[int, float] = {}
@@ -149,7 +149,7 @@ def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
 
 
 def _backward_nodes(step: TracedStep) -> set[int]:
-    """The indices of the names of autograd's nodes."""
+    """Return the indices of the names of autograd's nodes."""
     return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
 
 
@@ -178,7 +178,7 @@ def _first_by_sequence(step: TracedStep) -> dict[int, float]:
 def _sized_by_copies(
     step: TracedStep, parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]]
 ) -> list[_Parameter]:
-    """The parameters with the bytes that were copied back to their gradients, if each gradient was copied."""
+    """Return the parameters with the bytes that were copied back to their gradients, if each gradient was copied."""
     trace = step.trace
     copies = _rows(step, _COPY_BACK)
     if len(copies) != len(parameters) or not step.on_device:
@@ -199,7 +199,7 @@ def _sized_by_copies(
 
 
 def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
-    """The parameters of each transfer if their bytes add up to its own, else the transfer as one tensor."""
+    """Return the parameters of each transfer if their bytes add up to its own, else the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
     taken = 0
@@ -210,8 +210,8 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
         chosen = _adding_up(pool, transfer.nbytes)
         if chosen is None:
             notes.lacks(
-                "parameters whose bytes add up to those of each gradient transfer",
-                "a transfer for which they do not is one tensor",
+                "parameters whose bytes add up to the size of each gradient transfer",
+                "a transfer without such parameters is one tensor",
             )
             chosen, whole = pool, True
         else:
@@ -227,7 +227,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Parameters of the pool with exactly `nbytes` in all: all or the latest, all but one, or any run of them."""
+    """Return parameters of the pool with exactly `nbytes` in all: all, the latest, all but one, or any run."""
     pool = [p for p in pool if p.nbytes is not None]
     sizes = [p.nbytes or 0 for p in pool]
     sums = [0, *itertools.accumulate(sizes)]

@@ -1,4 +1,4 @@
-"""Imports PyTorch profiler traces (Kineto): a workload, measurements of overlap, and the measured timeline."""
+"""Import PyTorch profiler traces (Kineto): a workload, measurements of overlap, and the measured timeline."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasu
 
 __all__ = ["Graph", "import_kineto"]
 
-#: Only the steps from the middle of a long trace are read that have about this many events together.
+#: From the middle of a long trace, only the steps are read that together have about this number of events.
 _MOST_EVENTS = 400_000
-#: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
+#: Smaller differences of times are rounding errors: the finest times of a trace are nanoseconds.
 _ROUNDING_S = 1e-12
 _DIGITS = 10
 
 
 class Graph(Protocol):
-    """An execution trace, which knows more about the profiler trace of the same steps."""
+    """An execution trace, which adds to the profiler trace of the same steps."""
 
     def describe(self, trace: Trace) -> None:
         """Give the operators the shapes that the profiler did not record. Raises `FileError` for another process."""
 
     def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
-        """The ops of a trimmed step with their data dependencies."""
+        """Return the ops of a trimmed step with their data dependencies."""
 
 
 class _Step(NamedTuple):
@@ -70,9 +70,9 @@ def import_kineto(
     """Import the traces of one or more ranks of one job.
 
     `step` is the name or number of a step (default: the one of median length);
-    the workload is the computation of `rank` (default: the one that takes
-    longest without waiting for late ranks, by its median step); `known` is
-    what is known to move data between devices (default: the table). Raises
+    the workload is the computation of `rank` (default: the one whose median step
+    takes longest without waiting for late ranks); `known` says which kernels
+    move data between devices (default: the table). Raises
     `FileError` for a file that is not a profiler trace, and `InputError` for
     ranks or steps that do not exist.
     """
@@ -91,7 +91,7 @@ def import_kineto(
         _note_repairs(marks, notes)
     every = [_measured(whole, traces, notes) for whole in read_steps]
     chosen = _longest([step.measures for step in every]) if rank is None else rank
-    if chosen != first:  # its events are needed now; the events of all ranks at a time might not fit into memory
+    if chosen != first:  # its events are needed now; the events of all ranks at once might not fit into memory
         again = read(chosen, [step.whole[chosen].interval for step in every])
         for whole, trimmed, _ in every:
             trace = again[whole[chosen].interval.name].trace
@@ -167,7 +167,7 @@ def _alike(workload: Workload, others: Sequence[TracedStep], keep_idle: bool) ->
 
 
 def _note_repairs(marks: Marks, notes: Notes) -> None:
-    """Say what in a file was no record of anything, and was left out or repaired."""
+    """Say what in a file was not a valid record, and was left out or repaired."""
     timeless, left_out = marks.timeless.total(), marks.devices.total() - marks.devices[marks.device]
     for happened, said in (
         (timeless, f"{count(timeless, 'event')} without times or of negative duration did not happen"),
@@ -182,8 +182,7 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
         ),
         (
             marks.behind_s,
-            "most kernels begin before their launches, so the clock of the device is "
-            f"{format_seconds(marks.behind_s)} behind that of the host",
+            f"most kernels begin before their launches, so the device's clock is {format_seconds(marks.behind_s)} slow",
         ),
         (
             marks.late,
@@ -254,7 +253,7 @@ def _workload(
 
 
 def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
-    """The all-reduces that were sent as a plan; None if some gradient was sent otherwise."""
+    """Return the all-reduces that were sent as a plan; None if some gradient was sent in another way."""
     if any(t.kind != "all_reduce" for t in step.transfers if t.carries_gradients):
         return None
     transfers: dict[int, list[Slice]] = {}
@@ -266,7 +265,7 @@ def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
-    """One progress callback per reading of a file; each file is read twice."""
+    """Return one progress callback per reading of a file; each file is read twice."""
     sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
     if progress is None:
         return [None for _ in sizes]
@@ -313,14 +312,14 @@ def _check_one_rank(trace: Marks) -> None:
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
-    """Return the rank whose steps count: the others need to have these steps, too."""
+    """Return the rank whose steps count; the other ranks need to have them, too."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
 
 
 def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
-    """The rank whose median step takes longest if it waits for no late rank, the lowest of several."""
+    """Return the rank whose median step takes longest without waits for late ranks, the lowest of several."""
     return max(
         sorted(measures[0]), key=lambda r: round(statistics.median(step[r].undelayed_s for step in measures), _DIGITS)
     )
@@ -343,9 +342,9 @@ def _listed(marked: list[HostInterval]) -> str:
 
 
 def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> bool:
-    """Split each collective into waiting and transfer, since the last rank to join does not wait.
+    """Split each collective into waiting and transfer, and return whether waiting is known.
 
-    Returns whether waiting is known; it is not with the trace of one rank of several.
+    The last rank to join does not wait. Waiting is not known from the trace of one rank of several.
     """
     told = {t.workers for t in traces.values()}
     if not any(s.transfers for s in steps.values()) or (len(steps), told) == (1, {1}):
@@ -387,7 +386,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
             (transfer.began_s, transfer.end_s)
         )
-    for kind, start, end in step.foreign_transfers:  # the next step's, since a step lasts until its own end
+    for kind, start, end in step.foreign_transfers:  # of the next step, since a step lasts until its own end
         by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
@@ -444,13 +443,13 @@ def _beyond(whole_s: float, part_s: float) -> float:
 
 
 def _computing(step: TracedStep) -> list[TracedOp]:
-    """The ops without those that are transfers."""
+    """Return the ops that are not transfers."""
     transfers = {(t.name, t.end_s) for t in step.transfers}
     return [op for op in step.ops if (op.name, op.end_s) not in transfers]
 
 
 def _within(step: TracedStep, intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of the intervals, within the step."""
+    """Return the union of the intervals, within the step."""
     clipped = ((max(a, step.begin_s), min(b, step.end_s)) for a, b in intervals)
     return merge_intervals((a, b) for a, b in clipped if a < b)
 

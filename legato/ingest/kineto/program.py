@@ -41,15 +41,15 @@ __all__ = ["clock_shifts", "program"]
 def program(
     name: str, steps: Mapping[int, TracedStep], workers: int | None, notes: Notes, *, keep_idle: bool = True
 ) -> Program:
-    """The program of one step, from the untrimmed steps of all ranks, with what it took as traced.
+    """Return the program of one step, from the untrimmed steps of all ranks, with the time that it took as traced.
 
-    The trace of one rank stands for all if everything that it sends goes to all. Raises `InputError` where the ranks
+    The trace of one rank stands for all if everything that it sends goes to all ranks. Raises `InputError` if ranks
     contradict each other, or a trace does not tell what a communication is.
     """
     number = max(workers or 0, len(steps))
     if missing := [rank for rank in range(number) if rank not in steps]:
         if len(steps) > 1 or _has_groups(steps, number):
-            raise InputError(f"traces of {ranks_in_words(missing)}: missing (expected those of all {number} ranks)")
+            raise InputError(f"traces of {ranks_in_words(missing)}: missing (expected traces of all {number} ranks)")
         notes.assume(f"all {number} ranks compute what rank {next(iter(steps))} computes")
     steps = {rank: _communicating(step) for rank, step in sorted(steps.items())}
     transfers = transfers_of(steps)
@@ -76,7 +76,7 @@ def _has_groups(steps: Mapping[int, TracedStep], number: int) -> bool:
 
 
 def _communicating(step: TracedStep) -> TracedStep:
-    """The step with each send and receive by itself, and without collectives of its rank alone."""
+    """Return the step with each send and receive by itself, and without collectives of its rank alone."""
     kept: list[tuple[TracedTransfer, float]] = []
     for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
         if len(transfer.group) == 1 and transfer.kind not in ("send", "recv", GROUPED):
@@ -89,10 +89,10 @@ def _communicating(step: TracedStep) -> TracedStep:
 def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_idle: bool) -> None:
     late = sum(t.end_s > step.end_s + ROUNDING_S for step in steps.values() for t in step.transfers)
     if late:
-        notes.assume(f"nothing waits for {count(late, 'communication')} of ranks that end behind their step")
+        notes.assume(f"nothing waits for {count(late, 'communication')} that end after their rank's step")
     notes.assume(
-        "computation waits for a communication that ends while it could run; for one that is hidden, what begins next "
-        "waits, and for gradients the optimizer"
+        "computation waits for a communication that ends while it could run; the next op to begin waits for a hidden "
+        "communication, and the optimizer waits for gradients"
     )
     if keep_idle:
         notes.assume("devices wait for their hosts as long as traced, whatever the network is")
@@ -170,13 +170,13 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether the communication cannot start before the one that the pause awaits has ended."""
+        """Return whether the communication cannot start until the one that the pause awaits has ended."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
 
     def _compute(self, result: list[Action], since: float, until: float) -> float:
-        """Add what is computed between two moments, and the time in which nothing is; returns the later moment."""
+        """Add what is computed between two moments, and the time in which nothing is; return the later moment."""
         if until <= since + ROUNDING_S:
             return max(since, until)
         busy = self._busy(until) - self._busy(since)
@@ -187,7 +187,7 @@ class _Walk:
         return until
 
     def _busy(self, moment: float) -> float:
-        """The time for which something has been computed until a moment."""
+        """Return the time for which something has been computed until a moment."""
         k = bisect.bisect_right(self.busy_ends, moment)
         inside = max(moment - self.busy[k][0], 0.0) if k < len(self.busy) else 0.0
         return self.sums[k] + inside

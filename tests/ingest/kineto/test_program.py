@@ -169,7 +169,7 @@ def test_any_changed_traces_become_a_program_or_are_refused(tmp_path_factory, se
 
 def test_a_missing_rank_is_refused_unless_one_stands_for_all(tmp_path):
     paths = MeshJob().write(tmp_path)
-    with pytest.raises(InputError, match=r"traces of ranks 1, 3: missing \(expected those of all 4 ranks\)"):
+    with pytest.raises(InputError, match=r"traces of ranks 1, 3: missing \(expected traces of all 4 ranks\)"):
         import_program([paths[0], paths[2]])
     paths = MeshJob(tensor=1, data=2, seed=3).write(tmp_path)
     found, notes = import_program(paths[:1])
