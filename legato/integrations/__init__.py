@@ -1,1 +1,1 @@
-"""What frameworks need beside `legato.distribute`: each attaches legato once the framework has prepared everything."""
+"""Integrations with frameworks, each of which attaches legato once the framework has prepared everything."""

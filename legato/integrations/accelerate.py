@@ -21,7 +21,7 @@ __all__ = ["prepare"]
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     """Return what `accelerator.prepare` does, with legato attached to each model that it has wrapped in DDP.
 
-    `options` are those of `legato.distribute`. Each optimizer goes with the models that have its parameters.
+    `options` go to `legato.distribute`. Each optimizer goes with the models that have its parameters.
     """
     prepared = accelerator.prepare(*objects)
     everything = prepared if isinstance(prepared, tuple) else (prepared,)
