@@ -82,7 +82,7 @@ MachineName = Annotated[
         "--machine",
         "--device",
         metavar="NAME|FILE",
-        help="GPUs, hosts and links, which other options change: a100, h100, h100-500w, b200, or fit-machine's file.",
+        help="GPUs, hosts and links: a100, h100, h100-500w, b200, or a file of fit-machine. Other options change them.",
         rich_help_panel="Network",
     ),
 ]
@@ -109,15 +109,15 @@ ShardAll = Annotated[
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
     typer.Option(
-        help="Let float32 gradients travel in a format of two bytes: the fewest that make the iteration as fast as "
+        help="Send float32 gradients in a format of two bytes: only as many gradients as make the iteration as fast as "
         "possible, or all of them, as torch's compression hooks do."
     ),
 ]
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Follow transfers (flows, for whole jobs) on every link; or compute the time of each message or "
-        "collective alone by formulas, as planners do.",
+        help="Simulate transfers (flows, for whole jobs) on every link; or compute the time of each message or "
+        "collective from formulas, as planners do.",
         metavar="NAME",
         show_default="transfers; flows",
     ),
@@ -227,7 +227,7 @@ def _itself(name: str, default: Any, /, **typed: Any) -> Any:
 
 
 def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what each group makes of its options that were typed; the others have their defaults."""
+    """Return what each group of options makes of those that were typed; the other options have their defaults."""
     return {
         name: group.make(**{one.name: typed[one.name] for one in group.options if one.name in typed})
         for name, group in groups.items()

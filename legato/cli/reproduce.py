@@ -27,8 +27,8 @@ def reproduce(
             "--output",
             "-o",
             metavar="DIR",
-            help="Draw the figures in this folder, one page per paper, or one paper's figures in this .svg or .pdf "
-            "file; further ones are numbered.",
+            help="Write the figures to this folder, one page per paper; or one paper's figures to this .svg or .pdf "
+            "file (the files of further figures are numbered).",
         ),
     ] = None,
     json: Json = False,

@@ -57,7 +57,7 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write these rows, empty where one lacks another's key; completely or not at all. Raises `FileError`."""
+    """Write all of these rows, or none; a cell is empty if only other rows have its key. Raises `FileError`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
     writer.writeheader()

@@ -184,8 +184,8 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
 def repeated(program: Program, workers: int) -> Program:
     """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
 
-    Every copy computes the same and sends the same bytes a worker. Raises `InputError` if `workers` is no multiple of
-    the program's, or nothing in the program is of the kind `data`.
+    Every copy computes the same, and each of its workers sends as many bytes. Raises `InputError` if `workers` is no
+    multiple of the program's, or nothing in the program is of the kind `data`.
     """
     own = program.workers
     copies, rest = divmod(workers, own)

@@ -318,7 +318,7 @@ def _axes(rows: Sequence[JobRow]) -> list[Axis]:
 
 
 def _same(rows: Sequence[JobRow]) -> str:
-    """Say what the rows have in common, which no column says."""
+    """Return what the rows have in common and no column shows."""
     same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 

@@ -113,7 +113,7 @@ _begun: dict[str, int] = {}
 
 
 def _wait_for_all(work: Any, group: Any) -> None:
-    """Wait for a collective that all ranks have to call; after a while, say for whom.
+    """Wait for a collective that all ranks have to call; if it takes long, say which ranks are missing.
 
     Raises `RankError` if it fails, or takes longer than the group's timeout.
     """

@@ -47,7 +47,7 @@ def check_size(workload: Workload) -> None:
 
 
 class HeadsTails(NamedTuple):
-    """Release time and tail of each tensor, and the least seconds of the period when communication is free."""
+    """Release time and tail of each tensor, and the shortest possible period in seconds if communication were free."""
 
     release_s: list[float]
     tail_s: list[float]

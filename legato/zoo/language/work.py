@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Exchanges, one after another, during `seconds` of a piece of work's computing, from `after_s` of it on."""
+    """Exchanges, one after another, that run for `seconds` of a piece of work's computing, from second `after_s` on."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
