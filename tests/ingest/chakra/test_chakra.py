@@ -293,8 +293,8 @@ def test_the_program_of_a_pipeline_has_its_groups_and_sends(tmp_path):
 def test_programs_of_graphs_that_contradict_each_other_are_refused(tmp_path):
     paths = [trace(tmp_path / f"p.{rank}.et", *pipeline(rank)) for rank in range(4)]
     for some, says in (
-        (paths[:1], r"graphs of rank 0 .expected those of all ranks"),
-        ([paths[0], paths[2]], r"graphs of ranks 0, 2 .expected those of all ranks"),
+        (paths[:1], r"graphs of rank 0 .expected graphs of all ranks"),
+        ([paths[0], paths[2]], r"graphs of ranks 0, 2 .expected graphs of all ranks"),
     ):
         with pytest.raises(FileError, match=says):
             import_chakra_program(some)
