@@ -37,9 +37,9 @@ def advise(
         list[Path],
         typer.Argument(
             metavar="TRACES...",
-            help="Traces of torch.profiler, one per rank of a job, or the folder that they are in, possibly with their "
-            "execution traces, possibly compressed (.gz). A second trace of a rank, or a trace with another number of "
-            "ranks, is from the job after a change.",
+            help="Traces of torch.profiler, one per rank of a job, or the folder that holds them, also with execution "
+            "traces, and compressed (.gz). A second trace of a rank, or a trace with another number of ranks, is taken "
+            "to come from the job after a change.",
         ),
     ],
     network: _Network,

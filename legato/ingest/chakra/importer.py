@@ -5,8 +5,8 @@ A trace of a GPU has nodes of the host (`is_cpu_op`) and of the device. The devi
 host's nodes only tell which thread launched them. Converters let a kernel depend on host operators and not on the
 kernels that made its inputs, so kernels keep their order. Without a device, the host's nodes are the computation. Nodes
 are ordered by their data dependencies, and by their control dependencies if these are sound; ties are broken by id.
-Converters write control dependencies on nodes that are not in the file, and of nodes on themselves; then they only tell
-which host operator launched a kernel.
+Some converters write control dependencies on nodes that are missing from the file, or let a node depend on
+itself. Their control dependencies only tell which host operator launched a kernel.
 
 A gradient is an all-reduce or reduce-scatter; it is ready after the last
 backward op on which it depends. Its readers are the forward ops that depend on

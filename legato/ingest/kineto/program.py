@@ -193,7 +193,7 @@ class _Walk:
         return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
-        """Return when each communication that this rank starts could begin, in order (see the note above)."""
+        """Return the earliest start of each communication that this rank starts, in order (see the note above)."""
         step, found = self.step, list[tuple[float, int]]()
         host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
         latest: dict[tuple[int, ...], float] = {}

@@ -186,7 +186,7 @@ class EventColumns:
         return int(rows.sum())
 
     def end_in_turn(self) -> int:
-        """End events that would outlast the next one of their thread where that begins, and return how many did."""
+        """Cut each event off where the next one of its thread begins, and return how many would have gone on."""
         count = 0
         for thread in np.unique(self.thread):
             rows = np.flatnonzero(self.thread == thread)

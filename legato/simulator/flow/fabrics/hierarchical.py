@@ -29,8 +29,11 @@ _WORKERS_PER_HOST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Collective):
-    """Hosts have `Network.gpus_per_host` workers; if that is 1, the greatest common divisor of 8 and the number of
-    workers in each rack, and these share the first worker's network card."""
+    """Hierarchical all-reduce: within hosts and between them.
+
+    A host has `Network.gpus_per_host` workers. If that is 1, it has as many as the greatest common divisor of 8 and the
+    number of workers in each rack, and they share the first worker's network card.
+    """
 
     def host_shape(self, network: Network) -> HostShape:
         if network.gpus_per_host > 1:
