@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import PATIENCE_S, environment
+from support.command import without_progress
 from support.rehearsing import needs_hosts_without_root
 
 from legato.testbed.hosts import Hosts
@@ -131,11 +132,6 @@ def test_wrong_input_is_a_line(tmp_path):
     assert "Missing argument" in python(*WATCH, status=2)[1]
 
 
-def unhurried(said):
-    """What is said without how far reading has come, which a busy machine says too."""
-    return [line for line in said.splitlines() if not line.startswith("reading: ")]
-
-
 # ---- trainings --------------------------------------------------------------------------
 
 
@@ -176,7 +172,7 @@ def test_weights_are_the_same_and_advise_says_the_same(kind, tmp_path):
     first, _, verdict = said.partition("\n")
     assert first.startswith("legato: watch: steps 13 to 16, recorded on 2 of 2 ranks (")
     out, err = python("-u", "-m", "legato", "advise", str(tmp_path / "step-16"))
-    assert unhurried(verdict) == unhurried(out + err)
+    assert without_progress(verdict) == without_progress(out + err)
     assert (tmp_path / "step-16.html").is_file()
 
 
