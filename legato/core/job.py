@@ -250,8 +250,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """A GPU, its links and its host: the figures of data sheets, and the shares of these that are reached.
 
     `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
-    `efficiency`, of matrix products, is the one number to fit to a measured step. Latencies belong to a collective
-    within a job, with its skew: inside a host, between two hosts, and for each further host.
+    `efficiency`, of matrix products, is the one number to fit to a measured step. `multiprocessors` compute the tiles
+    of a product in waves; with 0 of them, products are not divided into waves. Latencies belong to a collective within
+    a job, with its skew: inside a host, between two hosts, and for each further host.
     """
 
     name: str
@@ -270,16 +271,20 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     latency_s: float = 60e-6
     network_latency_s: float = 70e-6
     hop_s: float = 3e-6
+    multiprocessors: Int64 = 0
 
     def __post_init__(self) -> None:
         _within(self, ["gpus_per_host"])
+        _within(self, ["multiprocessors"], least=0)
         for field in self.__struct_fields__:
             value = getattr(self, field)
             share = field.endswith(("efficiency", "share"))
             if field.endswith("_s") and not field.endswith("per_s"):
                 if not 0 <= value <= 1:
                     raise InputError(f"{field}: {value} (expected seconds, 0 to 1)")
-            elif field != "name" and not (math.isfinite(value) and 0 < value <= (1 if share else 1e30)):
+            elif field not in ("name", "multiprocessors") and not (
+                math.isfinite(value) and 0 < value <= (1 if share else 1e30)
+            ):
                 raise InputError(
                     f"{field}: {value} (expected {'a share, above 0 to 1' if share else 'a number above 0'})"
                 )

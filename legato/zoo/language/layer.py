@@ -10,6 +10,7 @@ that keeps its scores). Bytes of elementwise operations count what each kernel r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ _RESIDUAL, _RESIDUAL_DROPOUT = (6, 4), (7, 5)
 _SCORES, _SCORES_DROPOUT = (5, 7), (10, 12)
 #: Of scores whose softmax is not fused, besides: a scale, a mask, a cast to 32 bits and one back.
 _SCORES_UNFUSED = (23, 25)
+#: Elements of a tile of a product.
+_TILE = 256, 128
 #: The forward pass's part of the fixed time of a mixture.
 _FORWARD = 1 / 3
 
@@ -92,12 +95,25 @@ def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
-def _product_s(job: Job, *sizes: float) -> float:
-    """A product of matrices, 2 m n k / (peak x efficiency): the same in all passes, whatever its shape."""
-    flops = 2.0
-    for size in sizes:
-        flops *= size
-    return flops / (job.machine.flops_per_s * job.machine.efficiency)
+def _product_s(job: Job, m: float, k: float, n: float) -> float:
+    """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
+
+    The same in all passes: of the result and of the gradients of both matrices, `waves` is the mean.
+    """
+    waves = 1.0
+    if (units := job.machine.multiprocessors) and m * k * n:
+        waves = sum(_waves(units, *result) for result in ((m, n), (m, k), (k, n))) / 3
+    return 2 * m * k * n * waves / (job.machine.flops_per_s * job.machine.efficiency)
+
+
+def _waves(units: int, rows: float, columns: float) -> float:
+    """Return how much longer a product takes because whole waves of whole tiles cover its result.
+
+    Each multiprocessor computes one tile at a time. A tile has 256 x 128 or 128 x 256 elements, the largest and most
+    efficient sizes in cuBLAS (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3, 3.1 and 3.2).
+    """
+    tiles = min(math.ceil(rows / a) * math.ceil(columns / b) for a, b in (_TILE, _TILE[::-1]))
+    return math.ceil(tiles / units) * units * math.prod(_TILE) / (rows * columns)
 
 
 def _memory_s(job: Job, nbytes: Iterable[float]) -> float:
