@@ -173,9 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Note that a gradient has arrived or is absent; pack the buckets that are complete, and launch the next
-        ones.
-        """
+        """Note that a gradient has arrived or is absent; pack complete buckets, and launch the next ones."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:

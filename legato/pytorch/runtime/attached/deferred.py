@@ -191,9 +191,7 @@ def _own_load(before: Any) -> Callable[..., None]:
 
 
 class _WaitingState(defaultdict[Any, Any]):
-    """A replacement for an optimizer's state while updates wait: the same table, but any use of it applies them
-    first.
-    """
+    """The same table as an optimizer's state, in its place while updates wait: any use of it applies them first."""
 
     def __init__(self, optimizer: Optimizer, state: Any) -> None:
         super().__init__(dict)
