@@ -254,8 +254,10 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
 
 
 def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Return dependencies with which graphs run whole: a graph waits for all ops before it, later ops wait for the
-    graph."""
+    """Return the dependencies, extended so that each compiled graph runs as a whole.
+
+    A graph waits for all ops before it, and all ops after it wait for the graph.
+    """
     deps = [set(op.deps) for op in ops]
     stretches = [list(same) for _, same in groupby(range(len(ops)), key=lambda i: (ops[i].phase, ops[i].graph))]
     for before, after in pairwise(stretches):

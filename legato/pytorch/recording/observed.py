@@ -192,9 +192,7 @@ def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
-    """Return ops from each moment to the next. Each op depends on the op before; the first one has the index
-    `first`.
-    """
+    """Return ops from each moment to the next. Each op depends on the previous op; the first one has index `first`."""
     return [
         Op(f"{phase} {i}", phase, end - begin, (i - 1,) if i else ())
         for i, (begin, end) in enumerate(pairwise(moments), first)
