@@ -159,8 +159,8 @@ def runs_compiled() -> bool:
 def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Let dynamo call `compile_graph(backend, graph, inputs)` for each graph, except in DDP's forward passes.
 
-    If this returns None, the backend compiles the graph. It is called in place of `DDPOptimizer`: where dynamo would
-    split a graph for a DDP.
+    If `compile_graph` returns None, the backend compiles the graph. dynamo calls `compile_graph` where it would call
+    `DDPOptimizer` for a DDP.
     """
     if "torch._dynamo" in sys.modules:
         _take_place_of_ddp_optimizer()
@@ -189,7 +189,8 @@ def compiles_two_ways(
     `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
     graphs that dynamo has compiled before, or in passes without gradients.
 
-    Returns a function that ends this. It also ends when this function is garbage.
+    Returns a function that ends this second way. The second way also ends when nothing refers to this function any
+    more.
     """
     _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
     way = _SecondWay(compile_graph, ours)
@@ -198,7 +199,7 @@ def compiles_two_ways(
 
 
 class _SecondWay:
-    """A second way to compile the graphs of a DDP's forward passes. Only a reference to its `end` keeps it alive."""
+    """A second way to compile the graphs of a DDP's forward passes, which lives while its `end` is referenced."""
 
     def __init__(self, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]) -> None:
         self.compile_graph, self.ours = compile_graph, ours
@@ -243,7 +244,8 @@ class _TwoWays:
     """A graph that is compiled for DDP's passes, by `compile_graph`, and in the second ways of all DDPs that run it.
 
     dynamo shares a graph between modules of one class. The graph is compiled at once in the way that the first pass
-    needs, as a part of dynamo's compilation. In any other way it is compiled when it first runs so, if possible.
+    needs, as a part of dynamo's compilation. In any other way the graph is compiled when that way is first needed, if
+    possible.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
@@ -255,7 +257,7 @@ class _TwoWays:
 
     def compile(self, way: _SecondWay, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compile the graph, now or later, and return the function that runs it."""
-        self._again = _Again(graph, inputs)  # made first, because compilation changes the graph and the context
+        self._again = _Again(graph, inputs)  # now, because compilation changes the graph and the context
         ours = way.ours()
         if ours:
             self._in_second_ways[way] = way.compile_graph(self._backend, graph, inputs)
@@ -279,7 +281,7 @@ class _TwoWays:
         return self._in_way(way)(*args)
 
     def _in_way(self, way: _SecondWay | None) -> Any:
-        """Return the graph, compiled in this way; with None, as DDP compiles it."""
+        """Return the graph compiled in this second way, or, if `way` is None, as DDP compiles it."""
         if way is not None:
             if way not in self._in_second_ways:
                 self._in_second_ways[way] = self._second(way)
@@ -303,7 +305,7 @@ class _TwoWays:
 
 
 class _Again:
-    """Compiles a graph that dynamo is compiling once more, now or `later`.
+    """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
 
     It can be compiled `later` if its compilation adds no guards. Guards would concern sizes that vary, or memory that
     inputs share.
@@ -407,7 +409,7 @@ def is_whole_frame(graph: Any, function: Any) -> bool:
 def is_left_to_eager_mode(function: Any) -> bool:
     """Return whether dynamo may silently run a compiled function (a bound method) without compiling it.
 
-    It does so beyond the limit of recompilations, and where `torch.compiler.set_stance` tells it to.
+    dynamo does so beyond the limit of recompilations, and if `torch.compiler.set_stance` tells it to.
     """
     from torch._dynamo import config, eval_frame
 
@@ -498,7 +500,7 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that sees every operator below autograd, also in compiled code. dynamo compiles under it as without it.
+    """A dispatch mode that sees every operator below autograd, also in compiled code, and does not affect compilation.
 
     The documentation of dispatch modes ("Extending PyTorch") gives this private path.
     """
@@ -511,7 +513,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def without_dispatch_modes() -> Any:
-    """Return a context in which the user's dispatch modes see no operator; it costs nothing if there are none."""
+    """Return a context in which the user's dispatch modes see no operator; cheap if none is active."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
@@ -524,7 +526,7 @@ def scripted_as(function: Any, like: Any) -> None:
 
 
 def outside_transforms() -> Any:
-    """Return a context outside all active transforms of `torch.func` and `torch.jit.trace`; free if there are none."""
+    """Return a context outside all active transforms of `torch.func` and `torch.jit.trace`; cheap if none is active."""
     tracing = torch._C._get_tracing_state()
     transforming = torch._C._functorch.peek_interpreter_stack() is not None
     return _outside_transforms(tracing, transforming) if tracing or transforming else nullcontext()
@@ -619,7 +621,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def drop_accumulator(parameter: nn.Parameter) -> None:
-    """Make autograd forget the node that accumulates a parameter's gradient, with its hooks, as a cast does."""
+    """Make autograd forget a parameter's AccumulateGrad node and the node's hooks, as a cast of the parameter does."""
     data, other = parameter.data, torch.float64 if parameter.dtype is not torch.float64 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
@@ -668,7 +670,7 @@ def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch
 
 
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
-    """Return a module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), without submodules'."""
+    """Return a module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not its submodules'."""
     return [getattr(module, f"_{kind}") for kind in kinds]
 
 
@@ -706,12 +708,15 @@ def observe_step(optimizer: Optimizer) -> None:
 
 
 def begins_with_step(optimizer: Any) -> bool:
-    """Return whether a parameter's first step makes its state, with a step counter, as in torch (except Adagrad)."""
+    """Return whether the optimizer makes a parameter's state, with a step counter, in the parameter's first step.
+
+    torch's optimizers do so, except Adagrad.
+    """
     return hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.Adagrad)
 
 
 def begin_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """Let such an optimizer make the state of a group's parameters that have gradients, without a step."""
+    """Let an optimizer of `begins_with_step` make the state of a group's parameters, without a step."""
     names = list(inspect.signature(optimizer._init_group).parameters)
     optimizer._init_group(group, *([] for _ in names[1:]))
 
@@ -749,7 +754,7 @@ class SubstituteScaler(torch.amp.GradScaler):
         return optimizer
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-        """Handle the numbers in `found_inf`, which are not 0 if a gradient is infinite or NaN; they may be changed."""
+        """Handle `found_inf`: its numbers are nonzero if a gradient is infinite or NaN, and may be changed here."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         found = super()._unscale_grads_(self.substitutes(optimizer), inv_scale, found_inf, allow_fp16)
@@ -775,7 +780,8 @@ def note_step(optimizer: Optimizer) -> None:
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
     """Replace the `step` that a learning-rate scheduler has bound to the optimizer by the `step` of class `new`.
 
-    A scheduler stores a bound method in the optimizer, to count its calls. If there is none, nothing changes.
+    A scheduler stores a bound method in the optimizer, to count its calls. If the optimizer has no such method, nothing
+    changes.
     """
     bound = vars(optimizer).get("step")
     if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
@@ -838,9 +844,9 @@ def ignored_parameters(module: nn.Module) -> Any:
 class IdleReducer:
     """Puts a DDP's reducer away, with its buckets and its hooks, while DDP does not run the passes.
 
-    A stand-in brings the reducer back as soon as anything except a forward pass reads an attribute of the reducer or of
-    the DDP's logger. It first calls `asked(name)`. If a framework prepares the reducer for a backward pass, the
-    stand-in calls `prepare()` instead. Buckets are made in a context `moving()`.
+    Then a stand-in takes the reducer's place. It brings the reducer back as soon as anything except a forward pass
+    reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a framework prepares the
+    reducer for a backward pass, the stand-in calls `prepare()` instead. Buckets are made in a context `moving()`.
     """
 
     def __init__(
@@ -866,7 +872,7 @@ class IdleReducer:
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
-        """Take over how often a reducer that `former` has brought back may still rebuild its buckets."""
+        """Copy from `former` whether a reducer that it has brought back may still rebuild its buckets."""
         if former._ddp is self._ddp:
             self._unsettled = former._unsettled
 
@@ -905,15 +911,15 @@ class IdleReducer:
     def rebuild(self) -> None:
         """Let a reducer that came back rebuild its buckets; call this on all ranks after each of DDP's backward passes.
 
-        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would do so in its
-        next forward pass, which one rank may run alone.
+        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would rebuild them
+        in its next forward pass, which one rank may run alone.
         """
         if self.rebuilds:
             self._unsettled -= 1
             self.rebuild_now()
 
     def rebuild_now(self) -> None:
-        """Let DDP rebuild its buckets if it would do so in its next forward pass.
+        """Let DDP rebuild its buckets if its next forward pass would do so.
 
         Call this on all ranks before they do anything together. A rank may already be in that forward pass, alone,
         where it waits for the other ranks to rebuild.
@@ -950,7 +956,7 @@ class _Away:
 
 
 class SilentForward:
-    """Keeps forward passes of a DDP from preparing its reducer, so that it sends nothing in their backward passes.
+    """Keeps forward passes of a DDP from preparing its reducer, so that DDP sends nothing in their backward passes.
 
     Call `begin()` before a pass and `end()` after it. The module itself, and everything that it calls, see DDP's
     unchanged settings. `module_begins()` is called before the module, and `module_ends(completed)` after it.
@@ -975,7 +981,7 @@ class SilentForward:
         self._run = run
 
     def begin(self) -> None:
-        """Keep the forward pass that follows from preparing the reducer."""
+        """Keep the next forward pass from preparing the reducer."""
         self._completed = False
         self._sends, self._ddp.require_backward_grad_sync = self._ddp.require_backward_grad_sync, False
         vars(self._ddp)["_run_ddp_forward"] = self._run

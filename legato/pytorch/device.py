@@ -28,7 +28,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 class Fetched:
-    """A tensor that is being copied to the host while the host goes on."""
+    """A tensor that is being copied to the host. The host waits only when it reads the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._stream = current_stream(tensor.device)
@@ -56,7 +56,7 @@ def group_device(group: Any) -> torch.device:
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured, so that the device must not be used otherwise."""
+    """Return whether a CUDA graph is being captured; during a capture, the host must not use the device otherwise."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,13 +1,13 @@
 """Names the parameters of a model whose gradients are averaged, and detects changes of the model.
 
-[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`. Names
-leave out the modules that do this. So a plan, a workload or a checkpoint of one form of the model fits all others.
+[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`. Such
+wrappers do not appear in names. So a plan, a workload or a checkpoint of one form of the model fits all others.
 `named_parameters` makes all names.
 
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
-parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). Only DDP itself
-treats these cases exactly as DDP does, so it runs all passes from then on. Before each forward pass, all parameters and
-the dictionaries of all modules are compared with those at the start. This takes some tens of microseconds.
+parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). From the first
+such change on, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all parameters and
+the dictionaries of all modules are compared with their first state. This takes some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Map torch's name of each module to the module and its name without wrappers."""
+    """Return, by torch's name of each module, the module's name without wrappers and the module."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for full, module in model.named_modules():
         parent, _, leaf = full.rpartition(".")

@@ -102,7 +102,9 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph: in pieces if updates may wait, so that each message arrives before its first reader runs."""
+    """Run a forward graph: in pieces if updates may wait, so that each piece waits only for the messages that it
+    needs.
+    """
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)
@@ -157,7 +159,7 @@ def _run_backward(
     are_tensors: Sequence[bool],
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a backward graph; if the sender of its gradients is known, in pieces, and hand gradients over after each."""
+    """Run a backward graph: if the sender of its gradients is known, in pieces that hand over their gradients."""
     parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []

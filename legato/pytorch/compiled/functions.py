@@ -168,7 +168,7 @@ class GraphFunction:
         return run
 
     def _wanted(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Return the strides for which the backward graph was compiled, for a result of a forward graph, else None."""
+        """Return the strides that a forward graph's result must have for the backward graph; None for other results."""
         return self._strides.get(node) if self.phase == "forward" else None
 
 

@@ -92,7 +92,7 @@ def raise_together(problem: str, group: Any) -> None:
 
 
 def first_said(problem: str, group: Any) -> str:
-    """Return, on every rank, the first message of any rank, prefixed by the rank; empty if no rank has a message."""
+    """Return, on every rank, the first rank that has a message, with this message; empty if no rank has one."""
     gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
         if said := text.rstrip(b"\0").decode(errors="replace"):
@@ -187,7 +187,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None])
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
-    """Overwrite tensors by the tensors of rank `source`, in one collective for each dtype, device and 250 MiB.
+    """Overwrite tensors with the tensors of rank `source`, in one collective for each dtype, device and 250 MiB.
 
     `wait` waits for a collective.
     """

@@ -5,9 +5,10 @@ flight. Calibration measures the same: it launches several messages in order thr
 divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
-it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. It is not. In rehearsals
-of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than predicted in this way (with a
-floor of 5.8 ms), which is an eighth of the floor for each message. So alpha is at least an eighth of the floor.
+it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part costs
+time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than predicted
+in this way (with a floor of 5.8 ms), which is an eighth of the floor for each message. So alpha is at least an eighth
+of the floor.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def calibrate(
 
     The backend's own all-reduce is measured under the backend's name (`gloo`, `nccl`), and becomes the cluster's
     default. Each of `collectives`, which consist of sends and receives over gloo (`legato.collectives`), is measured in
-    one chunk and in `depths` chunks. They take turns, so that a disturbance affects all of them. Over gloo, calibration
-    also measures how long a send keeps its sender busy (`Cluster.send_s`). The time of a repetition is the time on its
-    slowest rank; the time of a size is the median of its repetitions. On a slow network the largest sizes are skipped.
+    one chunk and in `depths` chunks. All collectives take turns, so that a disturbance affects all of them. Over gloo,
+    calibration also measures how long a send keeps its sender busy (`Cluster.send_s`). The time of a repetition is the
+    time on its slowest rank; the time of a size is the median of its repetitions. On a slow network the largest sizes
+    are skipped.
 
     Args:
         process_group: the ranks to measure; with None, all ranks.
@@ -176,7 +178,7 @@ def _measured(
     group: Any,
     progress: Callable[[int, int], None] | None,
 ) -> list[list[tuple[int, float]]]:
-    """Return (bytes, seconds) for each kind of message and size; sizes that would take long are skipped."""
+    """Return (bytes, seconds) for each kind of message and size. Sizes that would take too long are skipped."""
     measured: list[list[tuple[int, float]]] = [[] for _ in messages]
     for i, nbytes in enumerate(sizes):
         count = _stream(nbytes, [points[-1] for points in measured if points])
@@ -256,7 +258,8 @@ def _s_per_byte(copy: Callable[[], object], group: Any) -> float:
 def _send_s(group: Any) -> float | None:
     """Return the seconds between small sends to one neighbour while the other neighbour sends to this rank.
 
-    Returns None if there is only one rank, or if the backend sends on a device: its queue would be measured instead.
+    Returns None if there is only one rank, or if the backend sends on a device, because the device's queue would be
+    measured instead.
     """
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     if len(ranks) == 1 or group_device(group).type != "cpu":

@@ -6,7 +6,7 @@ backend with one thread; other backends (NCCL) keep the order anyway.
 [Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a thread that starts its
 next round when bytes arrive. While this thread has work, every message goes to it, including the backend's own
 all-reduces. Before its first message, the thread waits for the message that the backend is still running. The thread
-ends with the channel. A process that ends waits for the thread, unless a message has failed: a send to a rank that is
+ends with the channel. At its end, a process waits for the thread, unless a message has failed: a send to a rank that is
 gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
@@ -65,7 +65,7 @@ def channel_for(group: Any) -> Channel:
 
 
 def check_message(message: Message, name: str, backend: str) -> None:
-    """Raise `PlanError` unless a channel over this backend can run the message; the error calls the message `name`."""
+    """Raise `PlanError` unless a channel over this backend can run the message, which the error calls `name`."""
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":

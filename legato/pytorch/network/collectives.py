@@ -11,7 +11,7 @@ overwrites nothing that is still to be sent: a complete part that comes back con
 other end has received it already.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
-the same order, so both ends of a transfer have the same number, and no other transfer in flight has it.
+the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _MessageRun:
                 place = self._place(c, taken)
                 exact = place.float().add_(into)
                 place.copy_(exact)
-                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # not after an overflow
+                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # 0 after an overflow
                 residual = _part(self._residuals[c], taken.start, taken.stop, self._parts)
                 residual.add_(rounded_off, alpha=1 / self._alike(r))
 

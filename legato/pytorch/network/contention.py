@@ -103,8 +103,8 @@ def measure_contention(
     """Measure messages during `compute()`, on all ranks together. `compute()` should take some milliseconds or more.
 
     `cluster` has the costs of messages alone; `pack_s_per_byte` is the cost of packing. Returns the contention, which
-    is the same on all ranks, and the seconds of `compute()` alone: the median over repetitions, each on its slowest
-    rank, for which the other ranks wait in training.
+    is the same on all ranks, and the seconds of `compute()` alone. These seconds are the median over repetitions, each
+    timed on its slowest rank, because the other ranks wait for this rank in training.
     """
     cost = cluster.cost()
     compute()
@@ -139,8 +139,8 @@ def measure_contention(
 def fit_contention(samples: Sequence[Contended], cost: LinearCost, pack_s_per_byte: float = 0.0) -> Contention:
     """Fit the delay and the overhead of messages to measurements of at least one size.
 
-    Medians represent each size. The delay is the difference between the fitted time during computation and `cost`, the
-    cost of messages alone.
+    For each size, the medians of its measurements are used. The delay is the difference between the fitted time during
+    computation and `cost`, the cost of messages alone.
     """
     beside, processor = [], []
     for size in sorted({sample.nbytes for sample in samples}):

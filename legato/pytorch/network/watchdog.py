@@ -54,7 +54,7 @@ class Watchdog:
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
         self.passes = 0  # the number of backward passes that have begun on this rank
-        self._meetings, self._meeting = 0, ""  # the number of calls that all ranks must make; the report of the last
+        self._meetings, self._meeting = 0, ""  # the number of calls of `meet`, and the report of the last one
         self._answers: dict[int, str] = {}
         self._missing: list[int] = []  # the ranks that did not answer another rank
         self._store_lost = self._left = False
@@ -253,7 +253,7 @@ class _Watch(threading.Thread):
         while goes_on:
             self.wake.wait(POLL_S)
             goes_on = self._look()
-        if self.of() is None:  # otherwise, its knowledge may still explain how the process ends
+        if self.of() is None:  # otherwise, the watchdog may still explain how the process ends
             _watches.discard(self)
 
     def _look(self) -> bool:

@@ -4,8 +4,8 @@
 ops, and a busy machine delays some ops. So steps with and without the recorder alternate, and op times are corrected to
 match the untraced steps. The accuracy of the correction was measured on ResNet-50, Inception-v3, GPT-2, an LSTM
 sequence-to-sequence model and a chain of very small layers (CPU, 1 and 2 threads, shared machine): the time at which
-each gradient is complete according to the corrected ops, against hooks in untraced steps. The mean errors, in per cent
-of the iteration, were (in brackets: GPT-2 small with 2 threads, the noisiest case):
+each gradient is complete according to the corrected ops was compared with hooks in untraced steps. The mean errors, in
+per cent of the iteration, were (in brackets: GPT-2 small with 2 threads, the noisiest case):
 
     one factor for all ops           0.3 to 5.7  (4.7)
     the same seconds added to each   1.1 to 4.9  (3.7)
@@ -15,9 +15,9 @@ Hence legato uses one factor for each phase. Minima of ops and minima of steps a
 not, because noise of the machine only adds time. (The median untraced step took up to 2.5 times as long as the fastest
 one, and no two medians were alike.)
 
-On a GPU (H200, float32 parameters, timed by events), GPT-2 under autocast with 8 x 512 tokens took 40.9 ms captured,
-and 41.4 and 41.9 ms uncaptured, before and after. ResNet-50 with 64 images took 32.1 ms captured, and 32.2 and 34.2 ms
-uncaptured.
+On a GPU (H200, float32 parameters, timed by events), GPT-2 under autocast with 8 x 512 tokens took 40.9 ms in the
+captured workload, and 41.4 and 41.9 ms by events before and after the capture. ResNet-50 with 64 images took 32.1 ms in
+the captured workload, and 32.2 and 34.2 ms by events.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class StepObserver:
             self._steps.append(step)
 
     def _module_begins(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # a constant for dynamo, so that it does not trace the rest
+        if torch.compiler.is_compiling():  # dynamo evaluates this as a constant, so it does not trace the rest
             return
         if self._step is not None and (names := self._read_by.get(id(module))):
             now = self._clock.now()
@@ -200,9 +200,9 @@ def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
 
 
 def _spread(ready: Mapping[str, float], nbytes: Mapping[str, int]) -> dict[str, float]:
-    """Return when gradients are complete; if a graph returns many at once, they are spread evenly, by their bytes.
+    """Return when each gradient is complete; gradients that a graph returns together are spread over the graph's time.
 
-    legato's own graphs hand each gradient over when it is computed.
+    They are spread by their bytes, because legato's own graphs hand each gradient over when it is computed.
     """
     last_s = max(ready.values())
     groups: list[list[str]] = []

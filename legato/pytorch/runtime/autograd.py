@@ -6,9 +6,9 @@ has not been added to `.grad` yet. `after` runs when all hooks of the user have 
 later (as in DDP). Both also run when the gradient is None. The node lives as long as there is a reference to it.
 
 [Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. The first
-gradient may come from the inner pass, and the end of the inner pass is not the end of the outer one. The outer pass is
-therefore detected where it begins: at the output of the model. (If the loss depends on the parameters but not on the
-model's output, the pass is detected at its first gradient.)
+gradient may come from the inner pass, and the inner pass ends before the outer pass. The outer pass is therefore
+detected where it begins: at the output of the model. (If the loss depends on the parameters but not on the model's
+output, the pass is detected at its first gradient.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Accumulator", "BackwardScope"]
 
 
 class Accumulator:
-    """Hooks that call `before(gradients)` and `after(inputs, outputs)` around every addition to a parameter's gradient.
+    """Two hooks, `before(gradients)` and `after(inputs, outputs)`, on each addition to a parameter's gradient.
 
     The parameter may be frozen when this object is created.
     """
@@ -51,7 +51,7 @@ class Accumulator:
 
 
 class BackwardScope:
-    """Calls `ended()` once at the end of each outermost backward pass for which `wanted()` returned True."""
+    """Calls `ended()` at the end of each outermost backward pass, if `wanted()` was true when the pass was noticed."""
 
     def __init__(self, wanted: Callable[[], bool], ended: Callable[[], None]) -> None:
         self._wanted = wanted
@@ -71,7 +71,7 @@ class BackwardScope:
             on_backward_end(self._end)
 
     def forget(self) -> None:
-        """Note that no backward pass is running any more, because the noticed one raised an exception."""
+        """Forget the backward pass that was noticed, because it has raised an exception."""
         self._noticed = False
 
     def _end(self) -> None:

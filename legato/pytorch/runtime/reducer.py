@@ -34,8 +34,8 @@ class Reducer:
     A backward pass sends gradients if the reducer is `armed` when the pass begins; `ended()` is called after it. As in
     DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded plan, the
     steps of `optimizers` are divided among the ranks. With `error_feedback`, what rounding to a wire format removes
-    from gradients and from their sum is added to the next ones (Seide et al., Interspeech 2014). Raises `PlanError` if
-    the plan is for another model (`buckets.check_plan`).
+    from gradients and their sum is added to the next step's gradients (Seide et al., Interspeech 2014). Raises
+    `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Reducer:
         raise self.messages.watchdog.failure(f"backward pass {self.messages.passes + 1}", error) from error
 
     def begin_backward(self) -> None:
-        """Begin a backward pass that sends. Raises `RankError` if its forward pass missed a pending update."""
+        """Begin a backward pass that sends. Raises `RankError` if a parameter was read before its pending update."""
         for slot in self.delivery.pending:
             if slot.stage == PENDING and self.accumulator_of[slot].will_run:
                 self._read_stale(slot)
@@ -173,7 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Note that a gradient has arrived or is absent; pack complete buckets, and launch the next ones."""
+        """Note that a gradient has arrived or is absent; pack and launch the buckets that this makes possible."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:

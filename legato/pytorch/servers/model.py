@@ -187,7 +187,7 @@ class _ServedOptimizer:
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
     def state_dict(self) -> Any:
-        """Return the state of whole parameters by their number, collected from all servers, as in a single process."""
+        """Return the state of whole parameters, as in a single process, collected from all servers."""
         return self._legato_base.state_dict(_with_state(cast(Optimizer, self)))
 
     @property

@@ -154,7 +154,7 @@ class Server:
             self._reports.put(_Report(worker, shard))
 
     def _take_changed(self, worker: int, step: StepRequest) -> None:
-        """Receive gradients that the script changed into the memory of the old ones, which are summed already."""
+        """Receive the gradients that the script changed. They replace the originals, which are summed already."""
         arena = self._gradients[worker]
         for shard in [self._of[index] for index, there in step.changed if there and index in self._of]:
             what = f"the changed gradient of {shard.label}"

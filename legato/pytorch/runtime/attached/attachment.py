@@ -65,7 +65,7 @@ FIRST_PASSES = 2
 
 
 class Attachment:
-    """The connection between legato and one `DistributedDataParallel`, on all of its ranks together.
+    """legato's part of one `DistributedDataParallel`. Each rank has one, and all of them act together.
 
     `legato.attachment(model)` returns the attachment of a model. Parameters, gradients and the optimizer's state are up
     to date whenever they are read.
@@ -147,7 +147,7 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan in use. It has no effect while `reason` leaves all passes to DDP."""
+        """Return the plan in use. The plan has no effect if all passes are left to DDP (`reason`)."""
         return self._plan
 
     @property
@@ -169,7 +169,7 @@ class Attachment:
         return self._optimizers
 
     def manage(self, optimizer: Any) -> None:
-        """Defer this optimizer's updates as the plan says; call it on all ranks, for each optimizer of the model.
+        """Let the plan decide when this optimizer's updates run; call it on all ranks, for each optimizer of the model.
 
         An optimizer that is not torch's, or has none of the model's parameters, is left alone. Raises `RankError`, on
         every rank, if the optimizer's settings differ between ranks.
@@ -197,15 +197,15 @@ class Attachment:
             self._carry_out(self._wanted)  # from now on, the parameters of this optimizer have their own messages
 
     def begin(self) -> None:
-        """Use the plan from the first pass on, if it does not need any first passes of DDP's."""
+        """Use the plan from the first pass on, unless DDP has to run the first passes."""
         if self._is_due() and not self._pass_reason():
             self._carry_out(self._wanted)
 
     def observe(self, steps: int, decide: Callable[[], None]) -> None:
         """Let DDP run the passes, observe `steps` steps, and then call `decide()` on all ranks, after a backward pass.
 
-        `observer` holds the observations. If `decide` raises an error, DDP goes on running the passes, unless the error
-        is a `RankError`, which is raised.
+        `observer` holds the observations. A `RankError` of `decide` is raised. After any other error, DDP goes on
+        running the passes.
         """
         self._first, self._to_observe, self._observation = 0, steps, (steps, decide)
         compiled = self._fingerprint.compiled() or self._forward.in_graphs
@@ -248,7 +248,7 @@ class Attachment:
         self._tournament = Tournament(plans, self._gather_numbers, clock)
         self._plan = self._tournament.plan
         self._end_tournament()
-        if self.observer is None:  # otherwise, this is the end of a backward pass
+        if self.observer is None:  # otherwise the end of the running backward pass changes the plan
             self._change_together()
 
     def flush(self) -> None:
@@ -374,8 +374,8 @@ class Attachment:
     def _former_attachments(self) -> list[Attachment]:
         """Return the attachments that the parameters already have.
 
-        Garbage is collected first where the result matters. Otherwise a rank could still find an attachment that the
-        program has dropped, and another rank could not.
+        Where the result matters, garbage is collected first. Otherwise one rank might still find an attachment that the
+        program has dropped, and another rank might not.
         """
 
         def found() -> dict[int, Attachment]:
@@ -413,7 +413,7 @@ class Attachment:
         return (None if self.reducer is None else self.reducer.plan) is not self._wanted
 
     def _pass_ended(self) -> None:
-        """Exchange what decides on later passes. This is called after each backward pass that sends, on all ranks.
+        """Exchange the facts that decide on later passes. Called after each backward pass that sends, on all ranks.
 
         As under DDP, one rank alone may run forward passes, but not a backward pass that sends.
         """
@@ -438,7 +438,10 @@ class Attachment:
             _ = self._watchdog
 
     def _decide(self, stepped: bool) -> None:
-        """Finish a phase if this pass was its last one; `stepped` says whether an iteration ends with the pass."""
+        """End the current phase (first passes, observation, tournament) if this pass was its last one.
+
+        `stepped` says whether an iteration ends with this pass.
+        """
         if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
@@ -461,7 +464,9 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks meet. While a DDP pass is open, DDP has rebuilt them already."""
+        """Let DDP rebuild its buckets before the ranks meet, unless one of DDP's passes runs, which has rebuilt
+        them.
+        """
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
@@ -658,9 +663,9 @@ class Attachment:
             self._forward.begin(self.reducer, compiled)
 
     def _puts_ddp_away(self) -> bool:
-        """Put DDP's own reducer away and return True, unless DDP has a new communication hook.
+        """Put DDP's own reducer away, and return True, unless the reducer has a new communication hook.
 
-        A program can only have registered one since something asked for the reducer.
+        A program can register a hook only after it has asked for the reducer, which has brought the reducer back.
         """
         if self._idle.is_away:
             return True

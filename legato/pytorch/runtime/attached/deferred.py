@@ -5,9 +5,9 @@ parameters later, on a stand-in object that shares the state and holds only the 
 Where this could give another result, the step updates all parameters at once, when all gradients have arrived.
 
 [Note: the user's optimizer] legato sets `step` on the optimizer instance, once and for good, so that schedulers and
-wrappers that hold this method keep working. It does what the current passes need; without an attachment, it does what
-the optimizer did before. A step that bypasses it reads gradients through the gates of the parameters, so it is correct,
-but no update waits. While updates wait, another table replaces `state`, and any access to this table brings everything
+wrappers that hold this method keep working. The method defers updates in legato's passes, and otherwise steps as
+before. A step that bypasses this method is also correct, because it reads gradients through the parameters' gates, but
+then no update waits. While updates wait, another table replaces `state`, and any access to this table brings everything
 up to date first. The optimizer's class changes only while states are sharded.
 """
 
@@ -131,7 +131,7 @@ class _Step:
 
     @not_compiled
     def defers(self) -> bool:
-        """Begin the step, and return whether it is finished for now."""
+        """Begin the step; return False if the optimizer's own step must still run now."""
         optimizer, base, closure = self._optimizer, self._base, self._closure
         if any(reducer.in_backward for reducer in reducers_of(optimizer)):
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
@@ -179,7 +179,7 @@ class _Step:
 
 
 def _own_load(before: Any) -> Callable[..., None]:
-    """Return the new `load_state_dict` of an optimizer, which first applies the updates that still wait."""
+    """Return the new `load_state_dict` of an optimizer, which first applies all updates that wait."""
 
     @wraps(Optimizer.load_state_dict)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def _own_load(before: Any) -> Callable[..., None]:
 
 
 class _WaitingState(defaultdict[Any, Any]):
-    """The same table as an optimizer's state, in its place while updates wait: any use of it applies them first."""
+    """A stand-in for an optimizer's state while updates wait: any use of it applies them first."""
 
     def __init__(self, optimizer: Optimizer, state: Any) -> None:
         super().__init__(dict)

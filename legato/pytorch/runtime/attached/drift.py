@@ -1,8 +1,8 @@
 """Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
-docs/runtime.md says when this happens, and what counts as a change. A message is complete only after the last rank has
-launched it, so it seems slow to a rank that is early. The shortest time that any rank measured is therefore taken as
-the network's own pace. A change that two consecutive windows show becomes the new reference, so it is reported once.
+docs/runtime.md says when they compare, and what counts as a change. A message is complete only after the last rank has
+launched it, so it seems slow to ranks that launch it early. The shortest time that any rank measured therefore counts
+as the network's time. A change that two consecutive windows show becomes the new reference, so it is reported once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Pace = tuple[float, ...]
 class DriftMonitor:
     """Compares the pace of training with the pace in the first passes under a plan.
 
-    `gather(pace)` exchanges paces among the ranks, and returns all of them in the order of the ranks. `new_tracer()`
-    makes the tracer that measures them.
+    `gather(pace)` exchanges paces among the ranks, and returns all paces in the order of the ranks. `new_tracer()`
+    makes the tracer that measures a pace.
     """
 
     def __init__(self, gather: Callable[[Pace], Sequence[Pace]], new_tracer: Callable[[], Tracer] = Tracer) -> None:

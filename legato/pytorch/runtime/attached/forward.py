@@ -34,7 +34,7 @@ __all__ = ["ForwardPasses", "Hook"]
 
 
 class ForwardPasses:
-    """Runs forward passes of a DDP as legato's.
+    """Runs those forward passes of a DDP that are legato's.
 
     `fingerprint` is the fingerprint of the DDP's module. `sender_of(parameter)` returns the object that sends a
     parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`, all
@@ -74,7 +74,7 @@ class ForwardPasses:
         self.leave_graphs = compiles_two_ways(self._ddp, self._compiler, lambda: self.running)
 
     def begin(self, reducer: Reducer, compiled: str) -> None:
-        """Make the forward pass that begins one of legato's; `compiled` says whether dynamo compiles it."""
+        """Let legato run the forward pass that begins; `compiled` says whether dynamo compiles it."""
         self.in_graphs = bool(compiled) or self._fingerprint.compiled()
         if self.in_graphs:  # compiled code reads parameters without their gates
             if self._may_be_one_graph(compiled):

@@ -19,7 +19,7 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class GraphSender:
-    """The interface of a reducer that compiled graphs use."""
+    """A reducer's interface for compiled graphs."""
 
     reducer: Reducer
 
@@ -58,7 +58,7 @@ class GraphSender:
         reducer.mark_ready(slot)
 
     def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
-        """Return whether, as far as is known now, autograd will add this very gradient to the parameter's."""
+        """Return whether autograd will add this very gradient to the parameter's, as far as this is known now."""
         parameter, reducer = slot.parameter, self.reducer
         return (
             (slot.stage == IDLE or not reducer.in_backward)
@@ -100,7 +100,7 @@ class GraphSender:
             gate.hide(slot)
 
     def show_gates(self) -> str:
-        """Show the gates that are still needed after such a pass; return the name of a parameter with a gate, or ""."""
+        """Show the gates that are still needed after such a pass; return the name of one gated parameter, or ""."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
             self.reducer.delivery.install_gate(slot)

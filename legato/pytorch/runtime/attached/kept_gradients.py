@@ -2,8 +2,8 @@
 
 With this option, DDP's `.grad` is one tensor in its bucket, the same in all passes. A program may list the gradients
 once, and from then on read, clip or send them through its list, whatever `zero_grad` does to `.grad`. When a plan's
-buckets replace DDP's, or DDP's come back, tensors that used to be a parameter's `.grad` get the memory of its present
-`.grad`.
+buckets replace DDP's buckets, or DDP's buckets come back, tensors that used to be a parameter's `.grad` get the memory
+of its present `.grad`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
 
 
 def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
-    """Return the kept gradients of a model whose `parameters` are trained now, whatever was attached to it before."""
+    """Return the kept gradients of a model, of which `parameters` are trained now; they outlive attachments."""
     found = _of_models.setdefault(ddp, KeptGradients())
     found.train(parameters)
     return found

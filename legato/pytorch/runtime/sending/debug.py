@@ -1,10 +1,10 @@
 """Debug mode: checks the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
 
-`order` checks what the proof in docs/runtime.md assumes. Before a rank launches a message, all ranks compare what they
-are about to launch through the process group's store. A difference is reported, and the message is not sent. For this,
-all ranks must run the same number of forward passes in training. `finite` reports a gradient that is not finite in the
-same way. With `reads`, a rank reports an operator that reads a parameter before its update, if no gate has seen this
-read (`waiting.readers`).
+`order` checks what the proof in docs/runtime.md assumes. Before a message is launched, the ranks compare, through the
+process group's store, which message each of them is about to launch. If the messages differ, an error is raised and
+nothing is sent. For this, all ranks must run the same number of forward passes in training. In the same way, `finite`
+reports a gradient that is not finite. With `reads`, a rank reports an operator that reads a parameter before its
+update, if no gate has seen this read (`waiting.readers`).
 """
 
 from __future__ import annotations

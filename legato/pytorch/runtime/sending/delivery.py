@@ -1,16 +1,16 @@
 """Delivery: brings averaged gradients, and updates that wait for them, to their parameters.
 
-[Note: lent gradients] With `gradient_as_bucket_view` the memory of a gradient is released as soon as the gradient was
-copied into its buckets, as in DDP. If one view of the buckets covers the whole gradient, this view becomes the user's
-`.grad`. If the plan partitions the gradient, `.grad` is None until it is assembled again.
+[Note: lent gradients] With `gradient_as_bucket_view`, the memory of a gradient is released as soon as the gradient has
+been copied into its buckets, as in DDP. If one view of the buckets covers the whole gradient, this view becomes the
+user's `.grad`. If the plan partitions the gradient, `.grad` is None until the gradient is assembled again.
 
-[Note: streams] On an accelerator, legato takes averages and runs updates on the stream on which DDP and the optimizer
-would have left them: the stream on which the backward pass or `step()` was called. A reader on another stream has made
-its stream wait for this one already, but this wait does not cover work that legato adds later. So the first such reader
-waits once more. Later readers would find no gate, and would not wait. So everything is brought up to date, the host
-waits for it, and from then on no parameter waits to be read (`Readers.note_streams`). Until then, gates come back when
-the forward pass has read the parameters, so that a reader on another stream also finds a gate between a forward pass
-and its backward pass.
+[Note: streams] On an accelerator, legato delivers averages and runs updates on the stream on which DDP and the
+optimizer would do so: the stream on which the backward pass or `step()` was called (the home stream). A program that
+reads on another stream has made its stream wait for the home stream already, but this wait does not cover work that
+legato adds later. So the first such read waits once more. Later reads would find no gate, and would not wait. Therefore
+the first such read brings everything up to date, the host waits for this work, and from then on no parameter waits to
+be read (`Readers.note_streams`). Until then, gates are installed again after each forward pass, so that a read on
+another stream also meets a gate between a forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """Delivers the gradients and updates of one model's parameters; each rank has a full copy of them.
+    """Delivers gradients and updates to one model's parameters, under a plan without shards.
 
     `lends` says whether gradients lie in the buckets. A sharded plan uses the subclass `Shards` instead.
     """
@@ -162,7 +162,7 @@ class Delivery:
         self.messages.launch(bucket)
 
     def after_pass(self) -> None:
-        """Wait for the averages that can be read without a gate; each of the others waits until it is read."""
+        """Wait for the averages that can be read without a gate; every other average is awaited when it is read."""
         self._come_home()
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
@@ -184,7 +184,7 @@ class Delivery:
             ]
 
     def _come_home(self) -> None:
-        """Note the current stream as the one on which waiting work belongs."""
+        """Note that work that waits belongs on the current stream from now on."""
         self._home = current_stream(self._device)
 
     @contextmanager
@@ -235,8 +235,8 @@ class Delivery:
 
         An update also updates every other parameter whose gradient has arrived, because one call of the optimizer costs
         less than a call for each parameter. If the parameter's own gradient is still in flight, the other parameters
-        are updated first. Inside the backward pass, a gradient that was sent stays this rank's own, as user hooks see
-        it under DDP. Several threads may call this method.
+        are updated first. Inside the backward pass, a gradient that was sent keeps this rank's local value, which user
+        hooks also see under DDP. Several threads may call this method.
 
         Raises `RankError` if gradients are sharded.
         """
@@ -276,7 +276,7 @@ class Delivery:
                     gate.remove(slot)
 
     def settle(self) -> None:
-        """Bring every parameter up to date. Inside a backward pass, gradients that were sent stay this rank's own."""
+        """Bring every parameter up to date. Inside a backward pass, sent gradients keep this rank's local values."""
         with self._lock, outside_transforms():
             if not self.messages.in_backward:
                 self.deliver(self._in_arrival_order)
@@ -302,12 +302,12 @@ class Delivery:
     # ---- updates -----------------------------------------------------------------------
 
     def may_wait(self, slot: Slot) -> bool:
-        """Return whether the update may wait until the parameter is read: only its gate can read it (see `readers`)."""
+        """Return whether the update may wait until the parameter is read, because every read passes its gate."""
         gated = self.overlaps and slot.stage == SENT and slot in self._gateable
         return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 
     def postpone(self, slots: Sequence[Slot], update: Update | None) -> None:
-        """Let these parameters, whose gradients were sent, wait for their updates until they are read."""
+        """Postpone the updates of these parameters, whose gradients were sent, until the parameters are read."""
         with self._lock:
             self._come_home()
             for slot in slots:
@@ -398,9 +398,9 @@ class Delivery:
                 copy_all(grads, views)
 
     def _receive(self, slots: Iterable[Slot]) -> None:
-        """Find out which of the gradients that this rank lacked existed on another rank.
+        """Find out which of the gradients that are missing on this rank exist on another rank.
 
-        On a device, one request covers all parameters, because the host waits for the answer.
+        On a device, one request covers all parameters, because the host must wait for the answer.
         """
         asked = slots if self._device.type == "cpu" else [s for s in self.slots if s.stage in (SENT, PENDING)]
         absent = [slot for slot in asked if not slot.has_grad and slot not in self._received]
@@ -408,7 +408,7 @@ class Delivery:
         self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
 
     def _ask(self, flags: Mapping[Any, Tensor]) -> None:
-        """Note whether any rank had a gradient, for each key and the element that has counted such ranks."""
+        """Note for each key whether any rank had a gradient, which the key's element has counted."""
         if flags:
             counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
             self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))

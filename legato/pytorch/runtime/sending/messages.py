@@ -1,4 +1,4 @@
-"""Launches messages one after another, and waits for them; the connection carries them."""
+"""Launches messages one after another and waits for them, through a connection between the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Connection", "Messages"]
 class Connection:
     """The groups through which the ranks of a model send legato's messages and watch each other.
 
-    `model_group` is the model's process group. The `watchdog` watches its ranks.
+    `model_group` is the model's process group. The `watchdog` watches the ranks of this group.
     """
 
     def __init__(self, model_group: Any, watchdog: Watchdog, debug: Sequence[str]) -> None:

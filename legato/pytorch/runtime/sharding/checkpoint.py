@@ -9,8 +9,8 @@ depend on the plan: any number of ranks, other plans and optimizers that are not
 optimizer can load their checkpoints.
 
 [Note: entries without values] A program must name the entries that it wants to load, but a new optimizer has no
-entries. Their names and kinds come from a step of the user's optimizer on stand-ins of two elements. They get memory
-when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient has
+entries. Their names and kinds come from a step of the user's optimizer on stand-ins of two elements. Such entries get
+memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient has
 arrived, None is saved under these names.
 """
 
@@ -69,9 +69,8 @@ class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
     `ranges` has the first and last (exclusive) element of each shard, in row-major order of the dimensions, which
-    `order` permutes (None: not permuted). `flats` has the shards' values, or None while there are none. If a tensor
-    without values is saved, each of its elements is saved as `begins`. If `begins` is None as well, None is saved in
-    place of the tensor.
+    `order` permutes (None: not permuted). `flats` has the shards' values, or None while there are none. If `flats` is
+    None, every element is saved as `begins`. If `begins` is None as well, None is saved in place of the tensor.
     """
 
     ranges: list[tuple[int, int]]
@@ -275,7 +274,8 @@ def _first_entries(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the entries that the optimizer's first step makes for each parameter.
 
-    They come from a step on stand-ins of two elements. `settings` replace the settings of the optimizer's groups.
+    The entries come from a step on stand-ins of two elements. `settings` replace the settings of the optimizer's
+    groups.
     """
     blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
@@ -285,7 +285,7 @@ def _first_entries(
 
 
 def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the entries of such stand-ins at the beginning of their first step; none if they are unknown."""
+    """Return the entries that stand-ins of two elements have when their first step begins; none if they are unknown."""
     blank, stand_ins = _blank(optimizer, shards)
     for group in optimizer.param_groups if begins_with_step(blank) else ():
         begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})
@@ -352,7 +352,7 @@ def _has_values(value: Any) -> bool:
 
 
 def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
-    """Return whether the entries are as before a parameter's first step, because it has never had a gradient."""
+    """Return whether a parameter's entries are in their state before its first step: it has never had a gradient."""
     step = entries.get("step")
     step = step.flats[0] if isinstance(step, LocalShards) and step.flats else step
     return step is not None and begins_with_step(optimizer) and float(step) == 0

@@ -148,7 +148,7 @@ class Shards(Delivery):
             )
 
     def has_changed(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has other parameters than when messages were assigned to optimizers."""
+        """Return whether the optimizer's parameters have changed since messages were assigned to optimizers."""
         return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
 
     # ---- memory --------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Shards(Delivery):
         self._averaged.add(bucket)
 
     def _find_gradients(self, bucket: Bucket) -> None:
-        """Find out for which shards another rank had a gradient where this rank had none (see `_receive`)."""
+        """Find out which gradients that are missing on this rank exist on another rank (see `_receive`)."""
         alone = self._device.type == "cpu" or self.messages.in_backward
         sent = [b for b in self._scattered if b not in self._averaged and b not in self._late]
         flags = {}
@@ -302,7 +302,7 @@ class Shards(Delivery):
         self._ask(flags)
 
     def averaged(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
-        """Return this rank's shards that have averaged gradients, of one optimizer, or all of them.
+        """Return this rank's shards that have averaged gradients: the shards of one optimizer, or all of them.
 
         Without `optimizer`, this includes the shards of parameters that no optimizer has. Raises `RankError` if nothing
         was averaged since the last step.
@@ -427,7 +427,9 @@ class Shards(Delivery):
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values; drop or zero its gradient if the program did so to the parameter's gradient."""
+        """Give a shard its values; drop or zero its gradient if the program has done so with the parameter's
+        gradient.
+        """
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:
@@ -481,7 +483,7 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Fetch the marks that say which ranks have updated their chunks. A CPU checks them now, a device later."""
+        """Fetch the marks that say which ranks have updated their chunks. On a CPU, check them at once."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return
@@ -536,7 +538,7 @@ def shards_of(optimizer: Any) -> Shards | None:
 
 
 def _check_unused(slots: Sequence[Slot]) -> None:
-    """Raise `RankError` if there are gradients: this step follows no backward pass that sent them."""
+    """Raise `RankError` if there are gradients, because no backward pass before this step has sent them."""
     with without_overrides():
         for slot in slots:
             if slot.parameter.grad is not None:

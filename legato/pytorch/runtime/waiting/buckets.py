@@ -112,7 +112,7 @@ class Slot:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether a sharded optimizer has taken the gradient; read this where gates do not see it."""
+        """Return whether a sharded optimizer has taken the gradient. Use this only where gates are disabled."""
         spent = self.spent
         return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
@@ -162,7 +162,7 @@ class Slot:
         self.offered = _identity(grad)
 
     def compare(self, grad: Tensor | None) -> None:
-        """Compare a gradient that arrives with the offered one. Raises `RankError` if a different one was sent."""
+        """Compare a gradient that arrives with the offered one. Raises `RankError` if the wrong gradient was sent."""
         kept = grad is not None and _identity(grad) == self.offered
         self.kept = self.kept + 1 if kept else -1
         self.offered = None
@@ -189,7 +189,7 @@ class Slot:
         self.stage, self.update = IDLE, None
 
     def ordered(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor shaped like the parameter, with its dimensions in the order that slices use."""
+        """Return a view of a tensor shaped like the parameter, with its dimensions in the order used by slices."""
         return tensor if self.order is None else tensor.permute(self.order)
 
     def unpack_into(self, tensor: Tensor) -> None:
@@ -203,7 +203,7 @@ class Slot:
             tensor.copy_(flat)
 
     def release(self) -> None:
-        """Release the buckets for good: slots and buckets refer to each other, which would keep their memory."""
+        """Release the buckets. Slots and buckets refer to each other, which would keep their memory alive."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
 
@@ -285,8 +285,8 @@ def make_buckets(
     """Make the slots of these parameters and the buckets of a plan, in the plan's order.
 
     A message with several dtypes, devices or owners becomes several buckets, one for each combination. Raises
-    `PlanError` if the plan is for another model or splits an element, or if the slices of an all_gather are not those
-    of one earlier reduce_scatter.
+    `PlanError` if the plan is for another model or splits an element, or if no earlier reduce_scatter has the same
+    slices as an all_gather.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes).difference(*(message.tensors for message in plan.messages))
@@ -344,7 +344,7 @@ def _uniform(
     owner_of: Callable[[nn.Parameter], int],
     sharded: bool,
 ) -> list[Message]:
-    """Split message i of the plan by dtype, device and owner. Only float32 keeps a wire format.
+    """Split message i of the plan by dtype, device and owner. Only float32 gradients keep the message's wire format.
 
     In a sharded plan, a tensor is cut only where updating the parts gives the same result as updating the whole.
     """
@@ -383,7 +383,7 @@ def _placed(
     ranks: int,
     slots: dict[str, Slot],
 ) -> list[Bucket]:
-    """Return the buckets of messages that have buffers; in a reduce_scatter, all ranks have equally many elements."""
+    """Return the buckets of messages with their own buffers. A reduce_scatter gives each rank equally many elements."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)

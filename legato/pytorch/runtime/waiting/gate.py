@@ -1,11 +1,11 @@
-"""Gates: the first operation that reads a parameter that is not up to date waits for it.
+"""Gates: the first operation that reads an outdated parameter waits until the parameter is up to date.
 
 [Note: gates] Hooks on modules miss functional use of a parameter (`nn.MultiheadAttention`, `F.linear(x,
 model.other.weight)`), so the gate is installed on the parameter itself: its class is swapped for `GatedParameter`,
 whose `__torch_function__` sees every operation on it from Python. The first operation that reads the parameter brings
 it up to date and swaps the class back; from then on reading costs nothing extra. While only the *gradient* is in flight
-(before `optimizer.step()`) the value is current, and only access to `.grad` waits. Questions about shape, dtype and the
-like never wait.
+(before `optimizer.step()`), the value is current, and only access to `.grad` waits. Access to shape, dtype and other
+metadata never waits.
 
 [Note: constructors] Functions that make a tensor from any data (listed in `torch.overrides.get_ignored_functions`), and
 the transforms of `torch.func`, read a parameter without asking its class. These functions are replaced by versions that
@@ -128,8 +128,8 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
     """Yield the parameter, up to date and with its plain class.
 
-    The gate comes back if its gradient has not arrived yet. A copy of a parameter has no gradient, so it does not need
-    it.
+    Afterwards its gate comes back if its gradient has not arrived yet. A copy of the parameter needs no gate, because
+    it has no gradient.
     """
     slot = slot_of(parameter)
     assert slot is not None
@@ -152,7 +152,7 @@ def slot_of(parameter: GatedParameter) -> Slot | None:
 
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
-    """Bring a parameter up to date and, if `gradient` is true, its gradient too."""
+    """Bring a parameter up to date; with `gradient`, bring its gradient up to date as well."""
     slot, resolve_slot, _, look = vars(parameter).get("_legato_gate", (None, None, None, None))
     if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
         resolve_slot(slot)
@@ -216,13 +216,16 @@ def remove(slot: Slot) -> None:
 
 
 def hide(slot: Slot) -> None:
-    """Give a waiting parameter its plain class back: only a compiled graph reads it, and updates it first."""
+    """Give a waiting parameter its plain class back, because only a compiled graph reads it, and updates it first."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 
 
 class Constructors:
-    """Functions to be replaced (see [Note: constructors]). Several models may call `begin()` and `end()`."""
+    """A set of functions that are replaced while they are needed (see [Note: constructors]).
+
+    Several models may call `begin()` and `end()`.
+    """
 
     def __init__(self, names: dict[Any, tuple[str, ...]]) -> None:
         self._names = names
@@ -282,7 +285,7 @@ def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class invisible:
-    """A context for computing without a trace: hidden from the user's autograd graph, gates and dispatch modes."""
+    """A context for computing unseen by the user's autograd graph, by gates and by dispatch modes."""
 
     __slots__ = ("_gradients", "_modes", "_overrides")
 

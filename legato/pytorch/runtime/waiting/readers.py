@@ -1,4 +1,4 @@
-"""Finds the parameters and gradients that could be read past their gates. They may not wait.
+"""Finds the parameters and gradients that could be read past their gates, and keeps them from waiting.
 
 docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
 wait only if its gate saw the first operation on it in the first forward passes of training. Readers below Python call
@@ -41,7 +41,7 @@ _log = logging.getLogger("legato")
 
 
 def _references(parameter: Tensor, _: Tensor | None) -> int:
-    """Return the reference count of the gradient's Python object, as this version of Python counts it here."""
+    """Return the number of references to the gradient's Python object, as counted in this call."""
     grad = parameter.grad
     return sys.getrefcount(grad)
 
@@ -93,7 +93,7 @@ _STATE_REFERENCES = 3
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
     """Return whether anything except the parameter holds its gradient or the gradient's memory.
 
-    `lent` is the runtime's own view of a bucket, whose memory has other users. Call this under `invisible`.
+    `lent` is the runtime's own view of a bucket; other views use the bucket's memory too. Call this under `invisible`.
     """
     grad = parameter.grad
     if grad is None:
@@ -152,7 +152,7 @@ class Readers:
         self._of_graph: set[int] = set()  # the ids of the graph's parameters
 
     def is_gateable(self, slot: Slot) -> bool:
-        """Return whether a gate can see all reads of a parameter: it is not of a subclass, and not in `current`."""
+        """Return whether a gate can see all reads of a parameter: it has a plain class, and is not in `current`."""
         current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
         return slot.plain_class is nn.Parameter and not current
 
@@ -190,7 +190,7 @@ class Readers:
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
-        """Watch the forward pass inside, if it is to be watched; `install` gives a parameter its gate."""
+        """Watch the forward pass inside, if it is one of the first passes; `install` gives a parameter its gate."""
         if not 0 <= self._forwards < WATCHED and not self._strict:
             yield
             return
@@ -225,7 +225,7 @@ class Readers:
             _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
 
     def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
-        """Note that an operator reads parameters. If this is a parameter's first read, its gate has not seen it."""
+        """Note which of these parameters an operator reads before any gate has seen a read."""
         for slot in map(gate.slot_of, parameters):
             if slot is None or slot.was_read:
                 continue

@@ -18,9 +18,9 @@ __all__ = ["Update", "reducers_of", "set_to_none", "users_class", "zeroing"]
 class Update:
     """A call of `optimizer.step()`, with the hyper-parameters and the autocast settings of that moment.
 
-    `base` is the user's own class of the optimizer. To apply the update, its `step` runs on a stand-in object that
-    shares the optimizer's state. `waiting` counts the parameters that wait for this update. `finished()` is called when
-    none waits any more.
+    `base` is the user's own class of the optimizer. To apply the update, the `step` of `base` runs on a stand-in object
+    that shares the optimizer's state. `waiting` counts the parameters that wait for this update. `finished()` is called
+    when no parameter waits any more.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ def users_class(optimizer: Any) -> type[Optimizer]:
 
 
 def reducers_of(optimizer: Any) -> list[Any]:
-    """Return the reducers of the models whose parameters the optimizer updates; DDP runs the passes of other models."""
+    """Return the reducers of the models whose parameters the optimizer updates, where legato runs the passes."""
     attached = vars(optimizer).get("_legato_attachments", ())
     return [attachment.reducer for attachment in attached if attachment.reducer is not None]
 

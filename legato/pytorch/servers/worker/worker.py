@@ -184,7 +184,7 @@ class Worker(Puller):
         return self._averages.changed()
 
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
-        """Let the servers update as `content` says. The new values arrive in the order `order`."""
+        """Let the servers update the parameters with the settings in `content`; new values arrive in this `order`."""
         self._unstepped = False
         self.expect(order)
         self._sent += self.tell_servers(STEP, self.iteration, content)  # sent after all gradients: no need to wait
