@@ -307,8 +307,8 @@ class _TwoWays:
 class _Again:
     """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
 
-    It can be compiled `later` if its compilation adds no guards. Guards would concern sizes that vary, or memory that
-    inputs share.
+    The graph can be compiled `later` if its compilation adds no guards. Guards would concern sizes that vary, or memory
+    that inputs share.
     """
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
@@ -844,9 +844,10 @@ def ignored_parameters(module: nn.Module) -> Any:
 class IdleReducer:
     """Puts a DDP's reducer away, with its buckets and its hooks, while DDP does not run the passes.
 
-    Then a stand-in takes the reducer's place. It brings the reducer back as soon as anything except a forward pass
-    reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a framework prepares the
-    reducer for a backward pass, the stand-in calls `prepare()` instead. Buckets are made in a context `moving()`.
+    Then a stand-in takes the reducer's place. The stand-in brings the reducer back as soon as anything except a forward
+    pass reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a framework
+    prepares the reducer for a backward pass, the stand-in calls `prepare()` instead. Buckets are made in a context
+    `moving()`.
     """
 
     def __init__(
@@ -1047,7 +1048,7 @@ def group_is_alive(group: Any) -> bool:
 def new_gloo(store: Any, rank: int, ranks: int, timeout: timedelta, interfaces: list[str]) -> Any:
     """Return a gloo backend with one thread, outside any process group.
 
-    It uses these network interfaces, or the default interface if the list is empty.
+    The backend uses the network interfaces in `interfaces`, or the default interface if there are none.
     """
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()

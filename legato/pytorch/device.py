@@ -88,7 +88,7 @@ class HostClock:
 class DeviceClock:
     """A clock for ops that are only queued when their call returns.
 
-    Its marks are events in the device's current stream.
+    The clock's marks are events in the device's current stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,7 @@ wrappers do not appear in names. So a plan, a workload or a checkpoint of one fo
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
 parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). From the first
 such change on, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all parameters and
-the dictionaries of all modules are compared with their first state. This takes some tens of microseconds.
+the dictionaries of all modules are compared with their first state. The comparison takes some tens of microseconds.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph: in pieces if updates may wait, so that each piece waits only for the messages that it
+    """Run a forward graph. If updates may wait, it runs in pieces, and each piece waits only for the messages it
     needs.
     """
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}

@@ -103,7 +103,7 @@ class GraphFunction:
     def run_whole(self, args: list[Any]) -> Sequence[Any]:
         """Run the uncut graph: compiled, or node by node while it is being recorded.
 
-        From then on, pieces return results with the strides of the compiled graph's results.
+        Once the compiled graph has run, pieces return results with the same strides.
         """
         if one_by_one.wanted:
             return self._recorded(args)

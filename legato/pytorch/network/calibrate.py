@@ -75,7 +75,7 @@ class Calibration(msgspec.Struct, frozen=True):
     """A cluster for the planner, and the measurements to which it was fitted.
 
     `compute_s` is the time in seconds of the computation alone, if messages were also measured during computation, else
-    0. It is the median over all repetitions, each on its slowest rank.
+    0. This time is the median over all repetitions, each timed on its slowest rank.
     """
 
     cluster: Cluster

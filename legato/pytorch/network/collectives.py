@@ -1,14 +1,14 @@
 """Collectives that consist of sends and receives, in chunks, on one thread.
 
-`legato.collectives` defines the rounds of each collective. This module runs them on one flat tensor, in place, over the
-point-to-point operations of a gloo backend. A message that is split into `depth` chunks keeps the network and the
-processor busy at the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` predicts its cost): the
+`legato.collectives` defines the rounds of each collective. This module runs these rounds on one flat tensor, in place,
+over the point-to-point operations of a gloo backend. A message that is split into `depth` chunks keeps the network and
+the processor busy at the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` predicts its cost): the
 parts of a chunk are sent as soon as its last sum is complete, while the next chunk is added up.
 
 [Note: receives first] gloo moves bytes when both ends have posted the transfer, so all receives of a message are posted
-before its first send. Summands are received into scratch memory. Results are received directly into their place. This
-overwrites nothing that is still to be sent: a complete part that comes back contains this rank's contribution, so the
-other end has received it already.
+before its first send. Summands are received into scratch memory. Results are received directly into their place. A
+received result overwrites nothing that is still to be sent: it contains this rank's contribution, so the other end has
+received that already.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
 the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.

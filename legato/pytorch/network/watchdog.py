@@ -40,7 +40,7 @@ class Watchdog:
     """Waits for collectives on behalf of one rank, and explains their failures.
 
     `status()` describes what the rank is doing; the watchdog's thread calls it. `name` must be the same on all ranks,
-    and different from every other watchdog's. None means the group's name.
+    and different from every other watchdog's. If `name` is None, the group's name is used.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class _Watch(threading.Thread):
     """The thread that polls the store until the watchdog or the store is gone, or a failure was reported.
 
     [Note: exits] If such a thread is using the store when the interpreter ends, the process aborts. So the process
-    waits for these threads before it ends, for `ANSWER_S` seconds. They are daemons nevertheless, so that the process
-    does not wait for ever for a store that hangs.
+    waits for these threads before it ends, for `ANSWER_S` seconds. The threads are daemons nevertheless, so that a
+    store that hangs does not keep the process from ending.
     """
 
     def __init__(self, watchdog: Watchdog, wake: threading.Event) -> None:

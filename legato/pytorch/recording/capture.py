@@ -1,11 +1,11 @@
 """Captures one real, unmodified training iteration as a `Workload`.
 
-[Note: correction of times] The recorder times each op alone. It does not see what Python and autograd do between two
-ops, and a busy machine delays some ops. So steps with and without the recorder alternate, and op times are corrected to
-match the untraced steps. The accuracy of the correction was measured on ResNet-50, Inception-v3, GPT-2, an LSTM
-sequence-to-sequence model and a chain of very small layers (CPU, 1 and 2 threads, shared machine): the time at which
-each gradient is complete according to the corrected ops was compared with hooks in untraced steps. The mean errors, in
-per cent of the iteration, were (in brackets: GPT-2 small with 2 threads, the noisiest case):
+[Note: correction of times] The recorder times each op alone. The recorder does not see what Python and autograd do
+between two ops, and a busy machine delays some ops. So steps with and without the recorder alternate, and op times are
+corrected to match the untraced steps. The accuracy of the correction was measured on ResNet-50, Inception-v3, GPT-2, an
+LSTM sequence-to-sequence model and a chain of very small layers (CPU, 1 and 2 threads, shared machine): the time at
+which each gradient is complete according to the corrected ops was compared with hooks in untraced steps. The mean
+errors, in per cent of the iteration, were (in brackets: GPT-2 small with 2 threads, the noisiest case):
 
     one factor for all ops           0.3 to 5.7  (4.7)
     the same seconds added to each   1.1 to 4.9  (3.7)
@@ -75,8 +75,8 @@ def capture(
     `warmup` steps run untimed; the last of them is used to observe the modules. Then `runs` untraced steps alternate
     with `runs` recorded steps.
 
-    A compiled model is compiled again. Its ops are the nodes of the graphs that AOTAutograd makes, each with the time
-    that it takes alone. Its modules are not known.
+    A compiled model is compiled again. Its ops are then the nodes of the graphs that AOTAutograd makes, each with the
+    time that it takes alone, and the workload does not describe the model's modules.
 
     Afterwards the model, the optimizer and the random generators are restored bit for bit (see
     `legato.pytorch.recording.snapshot.Snapshot`). Other effects of `loss()`, such as its position in a data set, are

@@ -19,8 +19,8 @@ __all__ = ["ModulePaths"]
 class ModulePaths:
     """Follows the calls of a model's modules, through global hooks that leave the model unchanged.
 
-    Autograd numbers its nodes in the order in which the forward pass creates them. So the numbers at which the module
-    changes show to which module a node belongs when the backward pass runs it.
+    Autograd numbers its nodes in the order in which the forward pass creates them. So each call of a module has a range
+    of node numbers, by which the module of a node is found in the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -202,7 +202,7 @@ def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
 def _spread(ready: Mapping[str, float], nbytes: Mapping[str, int]) -> dict[str, float]:
     """Return when each gradient is complete; gradients that a graph returns together are spread over the graph's time.
 
-    They are spread by their bytes, because legato's own graphs hand each gradient over when it is computed.
+    The gradients are spread by their bytes, because legato's own graphs hand each gradient over when it is computed.
     """
     last_s = max(ready.values())
     groups: list[list[str]] = []

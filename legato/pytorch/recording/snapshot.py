@@ -23,7 +23,7 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """A context that saves a model, its optimizer and the random generators, and restores them at its end.
 
-    They are also restored after errors. The context saves parameters, buffers, gradients (inside the context, all
+    Everything is restored after errors, too. The context saves parameters, buffers, gradients (inside the context, all
     gradients are None), `requires_grad`, the plain attributes of every module (such as `training`) and of the
     optimizer, the optimizer's state and parameter groups, and the generators of Python, NumPy (if it is imported), the
     CPU and every accelerator. Tensors and dictionaries keep their identity. The snapshot needs as much memory as a copy

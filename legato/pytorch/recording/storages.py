@@ -44,8 +44,8 @@ class Storages:
     def access(self, op: int, reads: Iterable[Hashable], writes: Iterable[Hashable], *, fence: bool) -> tuple[int, ...]:
         """Record what an op reads and writes; return the ops on which it depends directly, sorted.
 
-        These are the last writers of everything that it reads or writes, and the later readers of everything that it
-        overwrites. With `fence`, every later op depends on this one, because Python has seen its result.
+        An op depends on the last writers of everything that it reads or writes, and on the later readers of everything
+        that it overwrites. With `fence`, every later op depends on this op, because Python has seen its result.
         """
         deps = {self._fence} if self._fence >= 0 else set()
         for key in reads:

@@ -66,13 +66,13 @@ def parameter_servers(  # noqa: PLR0913
 
     All ranks call this with the same arguments. The first ranks are workers and run `train(model, optimizer)`, which is
     written like the training loop of a single process. The next `servers` ranks are servers, and the last `agents`
-    ranks run `infer(model)`. On each rank, the call returns when that rank's part is done. It returns the result of
-    `train` or `infer`, and None on a server.
+    ranks run `infer(model)`. On each rank, the call returns when that rank's part is done. The call returns the result
+    of `train` or `infer`, and None on a server.
 
-    `plan` is a `Plan` of pushes and pulls, or the path of its file. It says which server holds which parameters, and in
-    which order they are pulled. Without a plan, `placement` assigns the parameters to servers, and they are pulled in
-    the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, drawn from
-    `seed`; this is TicTac's baseline. `plan="random"` means no plan, with `shuffle`.
+    `plan` is a `Plan` of pushes and pulls, or the path of its file. The plan says which server holds which parameters,
+    and in which order they are pulled. Without a plan, `placement` assigns the parameters to servers, and they are
+    pulled in the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, drawn
+    from `seed`; this is TicTac's baseline. `plan="random"` means no plan, with `shuffle`.
 
     `process_group` must include all ranks, or be a gloo group that nothing else uses at the same time.
 

@@ -1,8 +1,8 @@
 """The protocol between workers, servers and agents: commands, transfers of shards, and timeouts.
 
-[Note: transfer order] Gloo has one TCP connection between any two ranks. It sends messages in the order in which they
-are launched, each once its receive is posted. Receivers post the receives of an iteration at once, before the sends are
-launched, so the sender alone decides the order of transfers.
+[Note: transfer order] Gloo has one TCP connection between any two ranks. Gloo sends messages in the order in which they
+are launched, and each message only after its receive is posted. Receivers post the receives of an iteration at once,
+before the sends are launched, so the sender alone decides the order of transfers.
 
     tag 0       a command, 24 bytes: (kind, iteration, length of the content), then the content (JSON)
     tag 1 + i   shard i: its gradient from a worker, its value from a server

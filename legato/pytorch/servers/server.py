@@ -66,7 +66,8 @@ def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> li
 
 
 class Server:
-    """A server for its own `shards`. It sends them in the order of `pulls` or, with a `seed`, in random orders."""
+    """A server for its own `shards`. The server sends them in the order of `pulls` or, with a `seed`, in random
+    orders."""
 
     def __init__(
         self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None
@@ -154,7 +155,10 @@ class Server:
             self._reports.put(_Report(worker, shard))
 
     def _take_changed(self, worker: int, step: StepRequest) -> None:
-        """Receive the gradients that the script changed. They replace the originals, which are summed already."""
+        """Receive the gradients that the script changed into the memory of the original gradients.
+
+        The original gradients are summed already.
+        """
         arena = self._gradients[worker]
         for shard in [self._of[index] for index, there in step.changed if there and index in self._of]:
             what = f"the changed gradient of {shard.label}"

@@ -104,8 +104,8 @@ def _shard(index: int, i: int, piece: Slice, parameter: nn.Parameter, server: in
 class Arena:
     """One block of memory that holds the elements of each shard, followed by the shard's trailer.
 
-    A trailer has two integers: the iteration, and whether there is a gradient. It is sent with the elements and arrives
-    last, so its iteration shows whether the elements have arrived.
+    A trailer has two integers: the iteration, and whether there is a gradient. The trailer is sent with the elements
+    and arrives last, so its iteration shows whether the elements have arrived.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:

@@ -374,8 +374,8 @@ class Attachment:
     def _former_attachments(self) -> list[Attachment]:
         """Return the attachments that the parameters already have.
 
-        Where the result matters, garbage is collected first. Otherwise one rank might still find an attachment that the
-        program has dropped, and another rank might not.
+        Where the result matters, garbage is collected first. Without this, one rank might still find an attachment that
+        the program has dropped, and another rank might not.
         """
 
         def found() -> dict[int, Attachment]:
@@ -464,8 +464,8 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks meet, unless one of DDP's passes runs, which has rebuilt
-        them.
+        """Let DDP rebuild its buckets before the ranks meet. If a pass of DDP is running, it has rebuilt them
+        already.
         """
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()

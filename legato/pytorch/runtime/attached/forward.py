@@ -155,7 +155,7 @@ class ForwardPasses:
 class Hook:
     """A forward hook of legato's. Copies and pickles of a model have `no_hook` in its place.
 
-    It calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
+    The hook calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
     """
 
     def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:

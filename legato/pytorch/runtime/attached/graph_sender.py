@@ -38,8 +38,8 @@ class GraphSender:
     def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Send a gradient that a compiled graph has just computed, before autograd adds it to `.grad`.
 
-        It is sent only if autograd will add it unchanged: no hook may change it, nothing else may be added to it, and
-        it must have arrived unchanged in the passes before.
+        A gradient is sent early only if autograd will add it unchanged: no hook may change it, nothing else may be
+        added to it, and it must have arrived unchanged in the previous passes.
         """
         slot, reducer = self._slot(parameter), self.reducer
         if slot is None or slot.kept < 0 or not reducer.armed:

@@ -42,7 +42,7 @@ class KeptGradients:
     def moving(self, slots: Callable[[], Iterable[Slot]] | None = None) -> Iterator[None]:
         """Move known gradients, with their values, to the buckets that are made inside this context.
 
-        `slots()` returns the place of each gradient in the new buckets. Without it, the buckets are DDP's, and DDP
+        `slots()` returns the place of each gradient in the new buckets. Without `slots`, the buckets are DDP's, and DDP
         moves each `.grad` itself.
         """
         absent = {}

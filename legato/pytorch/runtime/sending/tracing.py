@@ -127,7 +127,7 @@ class Tracer:
 
 @contextmanager
 def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
-    """Measure the iterations of a `DistributedDataParallel` model. This can be done only once for each model.
+    """Measure the iterations of a `DistributedDataParallel` model, which is possible only once for each model.
 
     A communication hook replaces DDP's all-reduce by the same all-reduce, so that it can be timed. The list is filled
     when the context ends.

@@ -2,16 +2,16 @@
 
 [Note: boxes] `torch.distributed.checkpoint` describes a rank's part of a tensor by boxes: offsets and sizes in each
 dimension. A shard is a range of a parameter's elements in the order of its memory, row by row of its (permuted)
-dimensions. This is at most 2 * dimensions - 1 boxes: the rest of the first row, whole rows, and the beginning of the
-last row, where both partial rows are divided in the same way again. Each box is a view of the shard. An entry is saved
-under the name that torch's `get_optimizer_state_dict` gives it, with the parameter's shape. So a checkpoint does not
-depend on the plan: any number of ranks, other plans and optimizers that are not sharded can load it, and a sharded
+dimensions. A shard has at most 2 * dimensions - 1 boxes: the rest of the first row, whole rows, and the beginning of
+the last row; both partial rows are divided into boxes in the same way. Each box is a view of the shard. An entry is
+saved under the name that torch's `get_optimizer_state_dict` gives it, with the parameter's shape. So a checkpoint does
+not depend on the plan: any number of ranks, other plans and optimizers that are not sharded can load it, and a sharded
 optimizer can load their checkpoints.
 
 [Note: entries without values] A program must name the entries that it wants to load, but a new optimizer has no
-entries. Their names and kinds come from a step of the user's optimizer on stand-ins of two elements. Such entries get
-memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient has
-arrived, None is saved under these names.
+entries. The names and kinds of entries come from a step of the user's optimizer on stand-ins of two elements. Entries
+get memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient
+has arrived, None is saved under these names.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ class OptimizerState:
         torch.distributed.checkpoint.save(state, checkpoint_id="...")
 
     If the optimizer is sharded, each rank saves and loads only its own shards. The checkpoint has the form that torch's
-    `get_optimizer_state_dict` returns. So it can be loaded on another number of ranks, under another plan, sharded or
-    not, and by torch without legato. `model` is the model that `legato.distribute` has returned, or any other model
-    whose optimizers are not sharded.
+    `get_optimizer_state_dict` returns. So the checkpoint can be loaded on another number of ranks, under another plan,
+    sharded or not, and by torch without legato. `model` is the model that `legato.distribute` has returned, or any
+    other model whose optimizers are not sharded.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

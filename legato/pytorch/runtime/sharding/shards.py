@@ -272,7 +272,7 @@ class Shards(Delivery):
         )
 
     def _average(self, bucket: Bucket) -> None:
-        """Wait for the averages of a bucket. They become the gradients of its shards if any rank had a gradient."""
+        """Wait for the averages of a bucket, and give them to its shards as gradients if any rank had a gradient."""
         if bucket in self._averaged:
             return
         self.messages.wait(bucket)
@@ -427,9 +427,7 @@ class Shards(Delivery):
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values; drop or zero its gradient if the program has done so with the parameter's
-        gradient.
-        """
+        """Give a shard its values. A gradient that the program has dropped or zeroed is dropped or zeroed here, too."""
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:
