@@ -102,9 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph. If updates may wait, it runs in pieces, and each piece waits only for the messages it
-    needs.
-    """
+    """Run a forward graph. If updates may wait, it runs in pieces that wait only for the messages that they need."""
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)

@@ -101,7 +101,7 @@ def first_said(problem: str, group: Any) -> str:
 
 
 def _gathered(mine: bytes, group: Any) -> list[bytes]:
-    """Return the bytes of all ranks, in the order of the ranks; all must have the same length."""
+    """Return the bytes of all ranks, in the order of the ranks. All ranks must pass equally many bytes."""
     tensor = _to_tensor(mine, group)
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     _wait_for_all(dist.all_gather(gathered, tensor, group=group, async_op=True), group)

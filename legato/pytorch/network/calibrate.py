@@ -74,8 +74,8 @@ class Sample(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True):
     """A cluster for the planner, and the measurements to which it was fitted.
 
-    `compute_s` is the time in seconds of the computation alone, if messages were also measured during computation, else
-    0. This time is the median over all repetitions, each timed on its slowest rank.
+    `compute_s` is how long the computation alone takes, in seconds, or 0 if messages were not measured during
+    computation. This time is the median over all repetitions, each timed on its slowest rank.
     """
 
     cluster: Cluster

@@ -20,7 +20,8 @@ __all__ = ["batch_policy_threads"]
 
 @contextlib.contextmanager
 def batch_policy_threads() -> Iterator[None]:
-    """Give threads that start inside the policy SCHED_BATCH (on Linux, if this thread has the default policy)."""
+    """Give the policy SCHED_BATCH to threads that start in this context (on Linux, if this thread has the default
+    policy)."""
     try:
         changed = os.sched_getscheduler(0) == os.SCHED_OTHER
         if changed:

@@ -66,8 +66,7 @@ def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> li
 
 
 class Server:
-    """A server for its own `shards`. The server sends them in the order of `pulls` or, with a `seed`, in random
-    orders."""
+    """A server for its own `shards`, which it sends in the order of `pulls` or, with a `seed`, in random orders."""
 
     def __init__(
         self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None

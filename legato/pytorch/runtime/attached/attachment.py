@@ -464,9 +464,7 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks meet. If a pass of DDP is running, it has rebuilt them
-        already.
-        """
+        """Let DDP rebuild its buckets before the ranks meet. During one of DDP's passes, this has happened already."""
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
