@@ -118,8 +118,8 @@ def calibrate(
         sizes: bytes of the messages, at least two different sizes of at least 4 bytes.
         collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
         depths: numbers of chunks in which these collectives are measured, in addition to one chunk.
-        compute: a function that computes as in training, for some milliseconds or more, on every rank. On a CPU, it is
-            used to measure how much messages and computation slow each other down
+        compute: a function that computes as in training, for some milliseconds or more, on every rank. On a CPU,
+            `compute` serves to measure how much messages and computation slow each other down
             (`legato.pytorch.network.contention`); without it, the cluster has no contention. On other devices, only
             packing is measured, with or without `compute`.
         progress: called as `progress(done, total)` after each size, and after each measurement during computation.

@@ -20,8 +20,9 @@ __all__ = ["batch_policy_threads"]
 
 @contextlib.contextmanager
 def batch_policy_threads() -> Iterator[None]:
-    """Give the policy SCHED_BATCH to threads that start in this context (on Linux, if this thread has the default
-    policy)."""
+    """Give threads that start in this context the policy SCHED_BATCH (on Linux, unless this thread has another
+    policy).
+    """
     try:
         changed = os.sched_getscheduler(0) == os.SCHED_OTHER
         if changed:

@@ -163,7 +163,7 @@ class Transport:
         sent.clear()
 
     def next_command(self, source: int, what: str, *, ever: bool = False) -> Command:
-        """Wait for the next command of a rank. If it does not arrive, the error names `what` as missing."""
+        """Wait for the next command of a rank. If the command does not arrive, the error names `what` as missing."""
         head = torch.zeros(3, dtype=torch.int64)
         self.wait(self.receive(head, source, 0, what), source, what, ever=ever)
         kind, iteration, length = head.tolist()
