@@ -20,8 +20,9 @@ __all__ = ["batch_policy_threads"]
 
 @contextlib.contextmanager
 def batch_policy_threads() -> Iterator[None]:
-    """Give threads that start in this context the policy SCHED_BATCH (on Linux, unless this thread has another
-    policy).
+    """Give threads that start in this context the policy SCHED_BATCH, on Linux.
+
+    Nothing happens if this thread does not have the default policy.
     """
     try:
         changed = os.sched_getscheduler(0) == os.SCHED_OTHER
