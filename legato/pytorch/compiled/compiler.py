@@ -157,7 +157,7 @@ def _run_backward(
     are_tensors: Sequence[bool],
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a backward graph: if the sender of its gradients is known, in pieces that hand over their gradients."""
+    """Run a backward graph; if the sender of its gradients is known, hand them over piece by piece."""
     parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []

@@ -606,7 +606,7 @@ class Attachment:
         return reducer
 
     def _moving(self, slots: Callable[[], Sequence[Slot]] | None = None) -> AbstractContextManager[None]:
-        """Return a context for making buckets: gradients in buckets that the program holds move along."""
+        """Return a context in which buckets may be made: it moves the gradients that the program holds along."""
         return nullcontext() if self._kept is None else self._kept.moving(slots)
 
     @cached_property
