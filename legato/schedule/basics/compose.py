@@ -72,7 +72,7 @@ def resolve_collective(cluster: Cluster, collective: str | None) -> str:
 
 
 def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
-    """Return the cluster with only those of its collectives that have halves.
+    """Return the cluster without the collectives that have no halves.
 
     Raises `PlanError` if the given collective has no halves, or, for None, if no collective of the cluster has. The
     error begins with `what`.

@@ -92,7 +92,7 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 def _without_sets(period: Period, order: Order) -> HeadsTails:
     """Return what `heads_tails` returns for one stream, for any number of ops.
 
-    Times differ by rounding, and are too small where those of `reached_s` are.
+    Times differ by rounding, and are too small where `reached_s` returns times that are too small.
     """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")

@@ -207,9 +207,8 @@ def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[An
     """Return MaxMinSize(., R), given MaxMinSize(., R - 1), and where the first of the R groups ends."""
     last = len(least) - 1  # the latest end of the first group
     before, starts = upto[:last], np.arange(last)
-    ends = np.maximum(
-        np.searchsorted(before - least[:last], before), 1
-    )  # the first group is no smaller than the smallest of the rest
+    # The shortest first group that is no smaller than the smallest group of the rest.
+    ends = np.maximum(np.searchsorted(before - least[:last], before), 1)
     sizes = np.minimum(upto[ends] - before, least[ends])
     shorter = upto[ends - 1] - before
     better = (ends - 1 > starts) & (shorter >= sizes)  # a shorter first group is as good or better
