@@ -23,7 +23,7 @@ _HALVES = 64
 
 
 class State(NamedTuple):
-    """What matters for the rest of the line about the pairs that have been placed so far."""
+    """The facts about the pairs placed so far that matter for the rest of the line."""
 
     pair_class: int  # class of the last pairs
     kinds: int  # where their halves are
