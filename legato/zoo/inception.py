@@ -1,4 +1,4 @@
-"""The modules of all Inception models: a module is a table of branches; its output is their concatenation."""
+"""The modules of all Inception models; a module is a table of branches, and concatenates their outputs."""
 
 from __future__ import annotations
 
