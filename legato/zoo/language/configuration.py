@@ -93,7 +93,7 @@ def _whole(path: Path, name: str, value: Any) -> int:
 
 
 def _is_gated(config: dict[str, Any]) -> bool:
-    """Return whether MLPs have three matrices: Megatron has an option, and Hugging Face's models have three with SiLU."""
+    """Return whether MLPs have three matrices, as Megatron says, and as in models of Hugging Face with SiLU."""
     if "swiglu" in config or "gated_linear_unit" in config:
         return bool(config.get("swiglu") or config.get("gated_linear_unit"))
     return str(config.get("hidden_act", config.get("activation_function", ""))).startswith(("silu", "swi"))
