@@ -40,7 +40,7 @@ Scheduler = Callable[..., Plan]
 #: The entry point group in which installed packages register their schedulers.
 GROUP = "legato.schedulers"
 
-#: The budget for choosing the messages to be rounded in a published scheduler's plan: work, and the most seconds.
+#: The work and the most seconds for choosing which messages of a published scheduler's plan to round.
 _ROUNDING, _ROUNDING_LIMIT_S = 1.0, 20.0
 #: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Scheduler] = PUBLISHED | {"legato": legato}
@@ -78,7 +78,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:
-    """Return the names of the schedulers for a cluster; if it has servers, the schedulers for parameter servers."""
+    """Return the names of the schedulers for a cluster, which are others if the cluster has parameter servers."""
     return list(SERVER_SCHEDULERS) if cluster.servers else [*SCHEDULERS, *installed(GROUP)]
 
 
@@ -113,7 +113,7 @@ def schedule(
 ) -> Plan:
     """Plan with a scheduler, given by its name or as a function, and pass `options` to it.
 
-    With `shard`, the plan shards the optimizer or also the gradients. `legato` searches for
+    With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for
     sharded plans; the plan of any other scheduler is converted to a sharded one (`sharded`).
     With `wire`, gradients are sent in bf16 or fp16. `"bf16"` rounds only as many bytes as it takes
     to make the iteration as fast as possible (`rounded`), and `"all-bf16"` rounds all bytes.

@@ -117,9 +117,9 @@ def compare(  # noqa: PLR0913
     A message with several tensors never has more than `max_message_bytes`; schedulers that
     partition tensors keep every message within this limit. With `shard`, all plans shard the optimizer, or
     also the gradients. With `wire`, gradients may be sent in a wire format (`schedule`).
-    Calls `progress(done, total)` after each contestant. If no contestants are given, schedulers that cannot plan are
-    left out, and `left_out(name, error)` is called for each: the workload is too large for the scheduler, the
-    scheduler needs halves that the collective does not have, or its package is broken.
+    Calls `progress(done, total)` after each contestant. If no contestants are given, a scheduler is left out if the
+    workload is too large for it, if it needs halves that the collective does not have, or if its package is broken.
+    `left_out(name, error)` is then called.
     Raises `InputError` as `schedule` does, or if a message limit, shards or a wire format are given for
     parameter servers. Raises `TooLargeError` if the workload has too many ops for a bound.
     """
@@ -186,10 +186,10 @@ def check_bounds(
 def best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the simplest of the plans that are within half a per cent of the fastest one.
 
-    This is DDP's own plan, or else the plan with the fewest messages, since the model leaves out what a message costs
-    the host. DDP's plan comes first because `single` has the fewest messages, but loses most if the network is slower
-    than predicted. Of the fast plans, only those are considered that round the smallest fraction of the bytes, to
-    within half a per cent. If any candidates are runnable, all others are ignored.
+    This is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the model leaves
+    out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but loses most
+    if the network is slower than predicted. Fast plans that round over half a per cent more of the bytes than the
+    least are not considered. If any candidates are runnable, only runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -256,8 +256,8 @@ def stock_buckets(
 ) -> tuple[Plan, float]:
     """Return a plan of merge-optimal that stock DDP can use as its buckets, and the predicted seconds.
 
-    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, plans again with this limit. Pass the other arguments as to
-    `compare`.
+    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, plans again with this limit. All other arguments are the same
+    as for `compare`.
     """
     if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
         return merged.plan, merged.iteration_s

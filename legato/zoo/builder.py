@@ -121,7 +121,7 @@ class Value:
 
 
 def reshape(x: Value, *shape: int) -> Value:
-    """Return the same values, or a slice of the values, in another shape; this view takes no time."""
+    """Return the values, or a slice of them, as a view with another shape, which takes no time."""
     return replace(x, shape=shape)
 
 

@@ -10,7 +10,7 @@ from legato.zoo.image import Padding, concat, pool
 
 __all__ = ["Branch", "Conv", "Fork", "Pool", "Unit", "module"]
 
-#: Makes a convolution and what follows it: (value, name, channels, kernel, stride, padding).
+#: A function that adds a convolution and the layers after it: (value, name, channels, kernel, stride, padding).
 Unit: TypeAlias = "Callable[[Value, str, int, int | tuple[int, int], int, Padding], Value]"
 
 

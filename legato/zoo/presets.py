@@ -132,8 +132,8 @@ def machine_named(name: str | Machine) -> Machine:
 
 
 #: Devices with their FP32 peak at boost clock, their memory bandwidth, and their 16-bit peak if that is higher (tensor
-#: cores from `v100` on). All peaks are dense, of the boards with the fastest links (SXM). Devices after `v100` are the
-#: machines of whole jobs. `k80` is one of the two processors of a K80 board, since a worker in the papers has one.
+#: cores from `v100` on). All peaks are without sparsity, for the boards with the fastest links (SXM). Later devices are
+#: the machines of whole jobs. `k80` is one of the two processors of a K80 board, as a worker in the papers has.
 DEVICES = {
     device.name: device
     for device in (

@@ -40,8 +40,8 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
     compute-intensive, or of `mixed_17x17x768e`, which is network-intensive. A copy
     has the module's ops, times and tensors. The module's output must have the
     shape of its input; a workload has no shapes, so this is not checked. Raises
-    `InputError` if there is no such module, if its forward ops do not read
-    exactly one value from outside, or if not exactly one of their values is read outside.
+    `InputError` if there is no such module. Its forward ops must read exactly one value from
+    outside, and exactly one of their values must be read outside; otherwise, `InputError` is raised as well.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")

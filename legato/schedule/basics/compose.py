@@ -42,7 +42,7 @@ def ready_order(workload: Workload) -> list[int]:
 
 
 def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
-    """Return when each tensor's gradient is ready (seconds), if ops run on one stream in this or the captured order."""
+    """Return when each tensor's gradient is ready (seconds). Ops run in this order, by default the captured one."""
     order = order or workload.phase_ops("backward")
     end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
@@ -56,7 +56,7 @@ def tails(workload: Workload, order: Sequence[int]) -> list[float]:
 
 
 def priorities(workload: Workload) -> list[int]:
-    """Return, for each tensor, the position of its first reader in the iteration; the number of ops if it has none.
+    """Return, for each tensor, the position of its first reader in the iteration, or the number of ops without readers.
 
     A tensor with a smaller number is more urgent.
     """
@@ -99,7 +99,7 @@ def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
 
 
 def message_limit(max_message_bytes: int | None) -> float:
-    """Return the largest size in bytes of a message that holds more than one tensor, which is infinite for None.
+    """Return the most bytes of a message that holds more than one tensor; for None, the limit is infinite.
 
     Raises `InputError` if the limit is below 16 bytes, since some tensors could then not be partitioned.
     """
@@ -205,7 +205,7 @@ def compose(
     forward_overlap: bool = False,
     carrier: Carrier = "legato",
 ) -> Plan:
-    """Return a plan of these messages that records which workload and cluster it is for."""
+    """Return a plan with these messages, and record the workload and the cluster in the plan."""
     return Plan(
         scheduler,
         tuple(messages),

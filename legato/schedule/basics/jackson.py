@@ -23,7 +23,7 @@ __all__ = ["jackson"]
 def jackson(
     release: Sequence[float], processing: Sequence[float], tail: Sequence[float]
 ) -> list[tuple[int, float, float]]:
-    """Return the schedule as pieces (job, start, stop) in time order. All times share one unit, whichever it is.
+    """Return the schedule as pieces (job, start, stop) in time order. All times must have the same unit.
 
     Takes O(n log n). A job is preempted only when another job is released. A job that needs
     no time gets one piece of length 0. If two jobs have equal tails, the job with the lower

@@ -1,4 +1,4 @@
-"""Tensors that are laid end to end and partitioned as one, and messages that are divided to respect a limit."""
+"""Lay tensors end to end to partition them as a single tensor, and divide messages that exceed a limit."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ order that the graph allows. Every added dependency is necessary: without it, an
 run before its update's turn.
 
 Deviations:
-- Tensors that become ready at the same op are one update.
+- Tensors that become ready at the same op belong to the same update.
 - Backward ops that no update needs (the gradient of the input) do not occur in the
-  paper. They come last, as if one more update needed them.
+  paper. These ops come last, as if another update needed them.
 - If several updates need equally little, the update captured first is taken. So an
   update never comes before another update on which it depends.
 """
@@ -51,10 +51,10 @@ def update_order(workload: Workload) -> list[int]:
 
 
 def parts(workload: Workload) -> dict[int, int]:
-    """Return, for each backward op that an update needs, the op of which it is a part.
+    """Divide the backward ops that updates need into parts, and return the part of each op.
 
-    An update is a part of itself. An op is also a part of itself if several parts of the
-    backward pass need it; if only one part does, the op belongs to this part.
+    A part is named after an op: an update, or an op that several parts need. An op that only
+    one part needs belongs to that part.
     """
     period = Period.of(workload)
     part_of = {update: update for update in sorted(set(period.ready_op))}
@@ -157,7 +157,8 @@ def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, .
 
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
-    """Return the ops of each update that no earlier update needs, in captured order; last, ops that no update needs."""
+    """Return, for each update, the ops that no earlier update needs, in captured order, then ops that no update needs.
+    """
     waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []

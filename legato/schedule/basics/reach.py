@@ -2,7 +2,7 @@
 
 Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of
 the chain. So any other op that reaches an op of the chain reaches all ops before it as well.
-The ops that an op reaches are therefore a prefix of each chain, and one number per chain describes them.
+The ops that an op reaches are therefore a prefix of each chain, so the length of each prefix describes all of them.
 Source: the chain compression of Jagadish (A Compression Technique to Materialize
 Transitive Closure, ACM TODS 1990), with a greedy cover.
 

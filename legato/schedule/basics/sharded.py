@@ -5,8 +5,8 @@ its shard. Gradients are reduced and scattered, each worker updates its shard, a
 workers gather the updated parameters. Together this sends as many bytes as an all-reduce.
 The reduce-scatters overlap with the backward pass. The all-gathers overlap with the next
 forward pass, because they run in the order in which this pass reads the parameters.
-Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, sections 5 and 7: what is
-sharded, and the volume) and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
+Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on
+the volume) and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
 
 
 def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
-    """Return, for each tensor, the position of the first forward op that reads it; the number of ops if none does."""
+    """Return, for each tensor, the position of the first forward op that reads it, or the number of ops without any."""
     place = {op: k for k, op in enumerate(order)}
     return {
         tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))

@@ -82,9 +82,8 @@ def lower_bound(  # noqa: PLR0913
     `compute` and `shard`, if `order` allows the plan's `op_order`. The bound is sharper if it only has to
     hold for plans of all-reduces (`sends="all_reduces"`), or for plans that also send
     reduce-scatters and all-gathers in pairs with the same slices (`"pairs"`), as all sharded
-    plans do. With `shard`
-    and `step_last`, it holds only for plans with all optimizer ops after the backward pass. For
-    plans with messages in a wire format (`Message.wire`), it holds only with `wire`. Without
+    plans do. With `shard` and `step_last`, the bound holds only for plans with all optimizer ops after the backward
+    pass. Without `wire`, the bound does not hold for plans with messages in a wire format (`Message.wire`). Without
     `thorough`, or without numba, the argument "two-sided" is left out, because it takes longest; without `thorough`,
     "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`) also holds for this kind. So a
     thorough bound is never below the bound of a wider kind, if there are at most 64 tensors, or if there are at most

@@ -54,8 +54,8 @@ def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: fl
 class Problem:
     """A workload on a cluster, for plans of one kind.
 
-    `every` is the workload with all ops; the time of optimizer ops is one worker's. `workload` is what the
-    network sees, without optimizer ops if they are sharded. `release` and `tail` are by tensor.
+    `every` is the workload with all ops; with shards, an optimizer op updates only one worker's shard. `workload` has
+    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are by tensor.
     A half of an all-reduce takes `half` to start, plus the `half_work` of its bytes.
     In exact problems, `part_s` is the length of a tick in seconds.
     """

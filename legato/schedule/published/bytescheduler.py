@@ -11,8 +11,8 @@ left.
 Units: seconds and bytes.
 
 The plan is the order in which this queue releases its partitions, with the captured
-op times. The network serves partitions first come, first served, so an urgent partition
-waits for all earlier ones in the window: the larger the credit, the later the preemption.
+op times. The network sends partitions in the order in which they come, so an urgent partition
+waits for all partitions that are already in the window. With more credit, preemption is later.
 With credit for a single partition, this is P3.
 
 The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million

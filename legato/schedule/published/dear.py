@@ -54,8 +54,8 @@ def dear(
 ) -> Plan:
     """Return a plan that sends every group twice: all reduce-scatters, then all all-gathers, with forward overlap.
 
-    A group holds one tensor, or several with less than `buffer_bytes` and at most `max_message_bytes`;
-    `buffer_bytes=1` turns fusion off. The default collective is the cluster's first one with halves. Raises
+    Several tensors form a group if they have less than `buffer_bytes` and at most `max_message_bytes` together;
+    `buffer_bytes=1` turns fusion off. The default is the cluster's first collective with halves. Raises
     `InputError` if `buffer_bytes` is below 1, the limit is below 16 bytes, or the cluster lacks the collective. Raises
     `PlanError` if the collective, or every collective of the cluster, has no halves.
     """

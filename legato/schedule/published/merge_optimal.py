@@ -9,7 +9,7 @@ i. It starts when the first i gradients have arrived and gradient j is ready:
 It is enough to merge neighbours in ready order. Any plan with another grouping, order or
 partitioning can be turned into such messages that end no later: move every byte
 into the first message that starts after the byte is ready.
-Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019), whose
+Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019). Their
 Algorithm 1 does not solve it. The recurrence is ours.
 Units: seconds and bytes.
 
@@ -26,7 +26,7 @@ If several plans end at the same time, the plan with the fewest messages is take
 A cost with a floor (`LinearCost.floor_s`) divides the i at a place that only grows with j. From
 this place on, a message costs the floor, and the first i is best.
 Before it, the above applies, except that f(i) - beta * bytes(0..i) may fall. So a monotone queue
-keeps the least such value in a window whose ends only move forward,
+keeps the least such value in a window that only moves forward,
 and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly,
 which is as fast and finds plans with the least rounding errors. The result is then the
 best way to merge neighbours in ready order. It does not move bytes into a message below
@@ -194,7 +194,7 @@ def _with_floor_of_many(
 
 
 class _Window:
-    """A window over keys whose ends only move forward; it finds the least key, and the first one if keys are equal."""
+    """A window over keys that only moves forward; it finds the least key, and the first one if keys are equal."""
 
     def __init__(self) -> None:
         self.kept: deque[tuple[tuple[float, ...], int]] = deque()  # rising keys, each the least from its place on

@@ -5,7 +5,7 @@ Paper: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training
 Units: seconds and bytes.
 
 *The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts
-the one that is being sent, so the network never works on a gradient
+the all-reduce that is being sent, so the network never works on a gradient
 that can wait. The paper looks for x_i(t), which says whether operator i has the network in
 time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
 computation after it (Theorem 1). It solves an integer program with T N variables
@@ -148,7 +148,10 @@ class Chain:
         return np.array(self.tail_s)
 
     def fused(self, ends: Sequence[int]) -> Chain:
-        """Return the chain of groups with these ends: ready with the last tensor, as urgent as the most urgent one."""
+        """Return the chain of groups with these ends.
+
+        A group is ready when its last tensor is, and as urgent as its most urgent tensor.
+        """
         begins = [0, *ends[:-1]]
         return Chain(
             [self.release_s[end - 1] for end in ends],

@@ -11,8 +11,8 @@ section 4.1 (Algorithm 1) defines
                  M+   the least M of an op that needs it and at least one more of R; infinite if there is none
 
 *TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter
-is more urgent if fewer transfers are needed to start the first op that needs it
-together with others: its priority is M+ when every transfer takes 1 and every op 0.
+is more urgent if fewer transfers are needed to start the first op that needs this parameter
+together with others. Its priority is M+ if every transfer takes time 1 and every op takes time 0.
 
 *TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers
 left, A comes first if T(A, B) < T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B:
@@ -46,8 +46,8 @@ has n sets, and its whole backward pass has a single one. A set is a row of bits
 transfer completes, only the rows that contain it are updated.
 
 [Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow
-along the graph. So of all ops that need a transfer together with others, the first ones need the
-fewest. If the sets are too large to store, a cover of the graph by chains counts
+along the graph. So of all ops that need a transfer together with others, the earliest ops need the
+fewest transfers. If the sets are too large to store, a cover of the graph by chains counts
 the transfers (`reach.py`). A transfer with a single reader is counted at this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
@@ -266,7 +266,7 @@ class TransferProperties:
         self._credit(holders[self._count[holders] == 1])
 
     def _credit(self, sets: NDArray[np.intp]) -> None:
-        """Add the load of sets with one transfer each to P of this transfer, since their ops wait for nothing else."""
+        """Add the load of each set with only one transfer to this transfer's P, since its ops wait for nothing else."""
         only = np.unpackbits(self._bits[sets], axis=1, bitorder="little").argmax(axis=1)
         np.add.at(self.load, only, self._load[sets])
 
@@ -280,7 +280,7 @@ class TransferProperties:
         return result
 
     def least_impending(self, candidates: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the candidates with the least M+, or all candidates if none has a finite M+; all are outstanding."""
+        """Return the candidates (outstanding transfers) with the least M+, or all candidates if no M+ is finite."""
         asked: NDArray[np.bool_] = np.zeros(len(self._count), bool)
         if len(candidates) <= _ROWS:
             for transfer in candidates.tolist():

@@ -49,7 +49,7 @@ class AllReduces:
         return WorkConserving(self.problem.workload)
 
     def seconds(self, filled: Filled, instance: Instance) -> float:
-        """Return the seconds of an iteration with these messages of `instance`, which may have other tails."""
+        """Return the seconds of an iteration with these messages; `instance` may have tails other than `self`'s."""
         if not self.moves_updates or len(self.blocks.nbytes) < len(self.problem.workload.tensors):
             return filled.seconds
         instance.budget.spend(_ARRANGE_S * len(self.problem.workload.ops))

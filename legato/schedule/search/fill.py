@@ -157,7 +157,7 @@ class _Outbox:
         self.tail_s, self.nbytes, self.cost, self.one_piece = tail_s, nbytes, cost, one_piece
         self.messages: list[list[Piece]] = []
         self.message: list[Piece] = []
-        self.begun_before = self.left_unfinished = False  # whether the message has such a piece
+        self.begun_before = self.left_unfinished = False  # whether the open message has a piece like this
         self.now = self.late = 0.0
 
     def put(self, piece: Piece) -> None:

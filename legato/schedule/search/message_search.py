@@ -38,7 +38,7 @@ from legato.schedule.search.problem import Problem
 
 __all__ = ["search_order"]
 
-#: A plan is good enough within this part of the gap above the bound in its order, if that bound is above the least one.
+#: The fraction of the gap by which a good enough plan may exceed the bound in its order, if that is the larger limit.
 _NEARER = 0.2
 #: If partitioning has a price, only tensors with at least this fraction of all bytes are partitioned. Each is tried.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)

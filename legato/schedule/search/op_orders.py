@@ -80,7 +80,7 @@ class OrderValue:
         self.send_s = [line.beta_s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def __call__(self, order: Sequence[int]) -> float:
-        """Return the latest arrival plus tail; if computation takes longer, still return this, to compare orders."""
+        """Return the latest arrival plus tail, even if computation takes longer, so that orders can be compared."""
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())

@@ -29,8 +29,8 @@ _FIRST_EXACT: tuple[Callable[[float, float, int], float], ...] = (
     lambda release_s, tail_s, nbytes: -release_s,
     lambda release_s, tail_s, nbytes: -nbytes,
 )
-#: By which fractions such plans should be faster than necessary, since messages have startup times; and the part of the
-#: work for each of these plans.
+#: The fractions by which plans of regrouped messages should be faster than necessary, since messages have startup
+#: times, and the fraction of the work for each such plan.
 _SLACKS, _REGROUPED = (0.0, 0.01, 0.03), 0.1
 
 

@@ -35,8 +35,8 @@ _WORDS = {
     "shared_intermediate": ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
     "shared_experts": ("n_shared_experts",),
 }
-#: The longest sequence to take from a configuration, which often has the most that a model supports, not what it is
-#: trained with.
+#: The longest sequence to take from a configuration. Configurations have the longest sequence that a model supports,
+#: which is often longer than in training.
 _SEQUENCE = 8192
 
 
@@ -93,7 +93,7 @@ def _whole(path: Path, name: str, value: Any) -> int:
 
 
 def _is_gated(config: dict[str, Any]) -> bool:
-    """Return whether MLPs have three matrices, as Megatron says, and as in models of Hugging Face with SiLU."""
+    """Return whether MLPs have three matrices: if Megatron's options say so, or the activation is SiLU or SwiGLU."""
     if "swiglu" in config or "gated_linear_unit" in config:
         return bool(config.get("swiglu") or config.get("gated_linear_unit"))
     return str(config.get("hidden_act", config.get("activation_function", ""))).startswith(("silu", "swi"))

@@ -36,7 +36,7 @@ _MOMENTS, _REFINEMENTS = 16, 3
 def finish(near: Sequence[float], tensors: Sequence[int], work: Sequence[float], first: float) -> float:
     """Return f, the least time to send these tensors in messages that take `first` to start.
 
-    `near` has a time for each tensor of the workload, and `work` the work of each of these tensors.
+    `near` has a time for each tensor of the workload, and `work` has the work of each of `tensors`.
     """
     return merge_neighbours(*_inward(near, tensors, work), LinearCost(first, 1))[0]
 
@@ -59,7 +59,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Try promising sets from one end, then the best sets and all tensors at the best of some moments."""
+        """Try promising sets from one end; then try the best sets, and all tensors, from both ends."""
         certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
         found = [certificate.proves(problem) for certificate in certificates]
         yield from map(Proved, found, certificates)
@@ -184,9 +184,9 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
     The first family comes from the latest deliveries of Jackson's schedule. Suppose that a
     tensor with tail q arrives at C, and that from `begin` to C the network is never idle and
     sends only tensors with tails of at least q. The tensor is late because of
-    the tensors with release time >= begin and tail >= q. The second family has the 1, 2, 3, 4,
-    6, 8, 11, 16 and so on tensors with the longest tails, and likewise those with the latest
-    release times.
+    the tensors with release time >= begin and tail >= q. The second family has the tensors with
+    the longest tails, and the tensors with the latest release times: the first 1, 2, 3, 4, 6, 8,
+    11, 16 and so on.
     """
     release, tail = problem.release, problem.tail
     everything = range(len(release))
@@ -206,7 +206,7 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
-    """Return when the busy interval that ends with piece k began; all its pieces have tails of at least k's."""
+    """Return when the busy interval up to piece k began, without pieces of tensors with shorter tails."""
     shortest = tail[pieces[k][0]]
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1

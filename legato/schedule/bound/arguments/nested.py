@@ -196,8 +196,8 @@ class Chain:
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
         """Return the sets of these sizes.
 
-        If `strict`, the tensors that a set adds count as ready when the last of them is ready,
-        and as needed when the first of them is needed, so that none of them is late.
+        If `strict`, the tensors that a set adds all count as ready when the last one is ready,
+        and as needed when the first one is needed, so no tensor is late.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
@@ -247,7 +247,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
     sets: tuple[int, ...]
     seconds: float
 
-    #: The most sets of a chain in each try, for a thorough bound and for any other.
+    #: The most sets of a chain in each try: `most` for a thorough bound, `quick` for any other.
     most: ClassVar[tuple[int, ...]]
     quick: ClassVar[tuple[int, ...]]
     #: The relative size of the first step of the bisection, and its precision.
@@ -291,7 +291,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """The argument that a set needs the messages of the set inside it, and one more for each new end of its period."""
+    """The argument that every set needs more messages than the set inside it, for each new end of its period."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)

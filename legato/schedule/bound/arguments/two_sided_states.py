@@ -60,8 +60,8 @@ def places(count: int) -> Places:
 def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
     """Return whether a schedule may take this time with its moment in `begin` to `end`, and two facts about the search.
 
-    They are whether the search gave up, and its number of states. It gives up at about `limit` states, or if there are
-    too many halves; the result is then that a schedule may take this time. `place` comes from `places`.
+    The two facts are whether the search gave up, and its number of states. The search gives up at about `limit` states,
+    or if there are too many halves, and then says that a schedule may take this time. `place` comes from `places`.
     """
     room = seconds - int(sets.release[-1]) - int(sets.tail[-1]) - 2 * int(sets.work[-1])
     if room < 2 * sets.half or room >= (_HALVES + 1) * sets.half:
@@ -86,8 +86,8 @@ def _most_after(kinds: int) -> int:
 def _divided(more: int, left: int, share: int, own: int) -> int:
     """Return the most work on one side of the moment for bytes with `more` work per half.
 
-    Earlier pairs take as many of these bytes as the room `left` allows, new pairs the rest. Of the halves of each byte,
-    earlier pairs can have `share` and new pairs `own` on this side.
+    Earlier pairs take as many of these bytes as the room `left` allows, and new pairs take the rest. An earlier pair
+    has up to `share` halves of each byte on this side, and a new pair has up to `own`.
     """
     if share <= own:
         return own * more
@@ -105,7 +105,7 @@ def _longer(values: Ints, room: int) -> Ints:
 
 @numba.njit(cache=True)
 def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
-    """Return a number that identifies the states with this class, kinds and numbers of halves."""
+    """Return a number that identifies states with this class, these kinds, and these numbers of halves."""
     return ((pair_class * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
 
 

@@ -1,7 +1,7 @@
 """The groups that the bound "equal pairs" asks for; if the bound is exact, they are the best groups.
 
 If workers update only their shards, everything can be scattered before anything is gathered. Then the time of
-an iteration is the moment c at which the first all-gather begins, plus the time after c. Here T is the least time for
+an iteration divides at the moment c when the first all-gather begins. Here T is the least time for
 which some c leaves enough time on both sides (`bound/arguments/equal_pairs.py`). Groups are formed from the end of the
 line, which has the bytes that are ready last and needed first. Each group has as many bytes as T and c allow. For a
 chain of layers without updates and one collective, this is the optimum of plans that scatter everything first. If

@@ -1,8 +1,8 @@
 """The search for groups of gradients that are sent in two halves (`groups.py`).
 
 Four ways to rank the halves are tried on groups of equal sizes and on the groups of other plans.
-Scatters come before gathers, in ready order (DeAR) or in the order in which the forward pass
-reads; or gathers come before scatters; or both halves of a group that is read earlier come first
+The first two send reduce-scatters before all-gathers, in ready order (DeAR) or in the order in which the forward pass
+reads the groups. The third prefers all-gathers. The last one prefers both halves of groups that are read earlier
 (priorities). The best groups are improved at random: neighbouring groups are merged or divided, and
 borders are moved. Finally, the orders of the halves and of the updates are
 changed. In such an order, the network and the stream may wait for something urgent.
@@ -36,7 +36,7 @@ _CHANGES = 32
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 #: How many starting states are improved, and the share of the changes that change orders.
 _IMPROVED, _REORDERED = 6, 0.6
-#: The part of the changes of orders that first tries to move a border between two groups.
+#: The fraction of these changes that move a border between two groups if possible.
 _RESIZED = 0.5
 #: By which fraction a state may be slower than the previous state at the start of the changes; it falls to 0.
 _HEAT = 0.005
@@ -154,7 +154,7 @@ class _Search:
                 return
 
     def improve(self, changes: int) -> Iterator[_State]:
-        """Yield the best starting states, better ones with other groups, and then the best of these in other orders."""
+        """Yield the best starting states, states with improved groups, and then the best state with improved orders."""
         yield from self.given
         ends = []
         best: dict[int, _State] = {}  # by number of groups, for starts that differ
