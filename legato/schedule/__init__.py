@@ -113,16 +113,15 @@ def schedule(
 ) -> Plan:
     """Plan with a scheduler, given by its name or as a function, and pass `options` to it.
 
-    With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for
-    sharded plans; the plan of any other scheduler is converted to a sharded one (`sharded`).
-    With `wire`, gradients are sent in bf16 or fp16. `"bf16"` rounds only as many bytes as it takes
-    to make the iteration as fast as possible (`rounded`), and `"all-bf16"` rounds all bytes.
-    If computation and messages share a machine (`Cluster.contention`), published schedulers plan with the
-    cost of messages during computation; `legato` also uses their cost without computation.
+    With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for sharded
+    plans; the plan of any other scheduler is converted to a sharded one (`sharded`). With `wire`, gradients are sent in
+    bf16 or fp16. `"bf16"` rounds only as many bytes as it takes to make the iteration as fast as possible (`rounded`),
+    and `"all-bf16"` rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published
+    schedulers plan with the cost of messages during computation; `legato` also uses their cost without computation.
     Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard`
-    needs halves that the collective does not have, or if `wire` is combined with shards, parameter servers or
-    gradients that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of
-    the scheduler itself are passed on.
+    needs halves that the collective does not have, or if `wire` is combined with shards, parameter servers or gradients
+    that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the scheduler
+    itself are passed on.
     """
     name, function = label(scheduler), scheduler_named(scheduler)
     check_shard(shard)

@@ -50,11 +50,10 @@ MOST_BUCKET_BYTES = 2**30
 class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    `bound` holds for all plans of the same `kind`. The kind says whether ops keep the captured
-    order, whether only all-reduces or also their halves are sent, what is sharded, and
-    whether messages may be in a wire format. `runnable` says
-    whether the PyTorch runtime can execute the plan as predicted (`is_runnable`).
-    It is always true for legato's schedulers for parameter servers.
+    `bound` holds for all plans of the same `kind`. The kind says whether ops keep the captured order, whether only
+    all-reduces or also their halves are sent, what is sharded, and whether messages may be in a wire format. `runnable`
+    says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). It is always true for legato's
+    schedulers for parameter servers.
     """
 
     plan: Plan
@@ -114,14 +113,13 @@ def compare(  # noqa: PLR0913
 
     A contestant is the name of a scheduler, a function, or a plan, which is used as it is.
 
-    A message with several tensors never has more than `max_message_bytes`; schedulers that
-    partition tensors keep every message within this limit. With `shard`, all plans shard the optimizer, or
-    also the gradients. With `wire`, gradients may be sent in a wire format (`schedule`).
-    Calls `progress(done, total)` after each contestant. If no contestants are given, a scheduler is left out if the
-    workload is too large for it, if it needs halves that the collective does not have, or if its package is broken.
-    `left_out(name, error)` is then called.
-    Raises `InputError` as `schedule` does, or if a message limit, shards or a wire format are given for
-    parameter servers. Raises `TooLargeError` if the workload has too many ops for a bound.
+    A message with several tensors never has more than `max_message_bytes`; schedulers that partition tensors keep every
+    message within this limit. With `shard`, all plans shard the optimizer, or also the gradients. With `wire`,
+    gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after each contestant. If no
+    contestants are given, a scheduler is left out if the workload is too large for it, if it needs halves that the
+    collective does not have, or if its package is broken. `left_out(name, error)` is then called. Raises `InputError`
+    as `schedule` does, or if a message limit, shards or a wire format are given for parameter servers. Raises
+    `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
     if cluster.servers:
@@ -172,9 +170,8 @@ def check_bounds(
 ) -> None:
     """Prove the bounds of candidates again, from their certificates, in exact arithmetic.
 
-    Pass the same arguments as to `compare`. Calls `progress(done, total)` after
-    each bound. Raises `InputError` if a certificate proves less than its bound
-    claims.
+    Pass the same arguments as to `compare`. Calls `progress(done, total)` after each bound. Raises `InputError` if a
+    certificate proves less than its bound claims.
     """
     bounds = {candidate.kind: candidate.bound for candidate in candidates}
     for i, (kind, bound) in enumerate(bounds.items()):
@@ -188,8 +185,8 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 
     This is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the model leaves
     out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but loses most
-    if the network is slower than predicted. Fast plans that round over half a per cent more of the bytes than the
-    least are not considered. If any candidates are runnable, only runnable candidates are considered.
+    if the network is slower than predicted. Fast plans that round over half a per cent more of the bytes than the least
+    are not considered. If any candidates are runnable, only runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -202,9 +199,9 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidate]:
     """Return DDP's own plan and different plans to compare with it in training, the simplest plan first.
 
-    Besides DDP's plan, these are up to `most` runnable plans with the shortest predicted iterations.
-    They include the fastest plan with forward overlap and the fastest without, because an
-    error of the prediction is likely to affect all plans of one kind.
+    Besides DDP's plan, these are up to `most` runnable plans with the shortest predicted iterations. They include the
+    fastest plan with forward overlap and the fastest without, because an error of the prediction is likely to affect
+    all plans of one kind.
     """
     different: dict[Any, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.plan.carrier != "ddp", c.iteration_s)):

@@ -1,39 +1,33 @@
 """The papers' models as workloads: no download, no training framework.
 
-Numbers of parameters and sizes equal the published ones in all printed digits;
-each model's file says which definition gives them. If papers use the same name for
-different models, each of these models has its own name here.
+Numbers of parameters and sizes equal the published ones in all printed digits; each model's file says which definition
+gives them. If papers use the same name for different models, each of these models has its own name here.
 
-- TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3`
-  `resnet-v1-50` `resnet-v1-101` `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
+- TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3` `resnet-v1-50` `resnet-v1-101`
+  `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
 - Caramel, section 6: `alexnet-v2` `inception-v3` `resnet-v1-50` `resnet-v2-152` `vgg-16`
 - PACE, Table II: `vgg-16` `resnet-v2-50-mxnet` `seq2seq` `transformer`
 - MG-WFBP, section VI: `googlenet` `resnet-v1-50-caffe`
-- Network Operator Edition, Tables 2 and 7: `vgg-16-299` `inception-v3`
-  `resnet-v2-101-gamma` `resnet-v2-200-gamma`
-- the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
-  `gpt2-large` `gpt2-xl`
+- Network Operator Edition, Tables 2 and 7: `vgg-16-299` `inception-v3` `resnet-v2-101-gamma` `resnet-v2-200-gamma`
+- the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium` `gpt2-large` `gpt2-xl`
 - in no paper, but the fourth of its family: `resnet-v2-200`
-- recent language models, and models of any other shape (`legato.zoo.language`): `gpt3`
-  `llama-3-8b` `llama-3-70b` `llama-3-405b` `mixtral-8x7b`
+- recent language models, and models of any other shape (`legato.zoo.language`): `gpt3` `llama-3-8b` `llama-3-70b`
+  `llama-3-405b` `mixtral-8x7b`
 
 These published numbers cannot be matched:
 
-- *Numbers of operations* (TicTac's #Ops, PACE's computation operators): they
-  count the nodes of a TensorFlow graph with its summaries and constants, and the nodes of
-  an MXNet graph in which one node computes both gradients of a convolution.
-  Here an op is one computation on a device: each layer has one op in the forward pass,
-  and one or two in the backward pass.
-- *Network Operator Edition, Table 2* truncates some numbers and rounds
-  others. Inception-v3 with 0.715 Gb matches no variant of the model (0.869 with
-  the auxiliary classifier, 0.762 without it, and 0.697 without the output layers
-  as well). ResNet-200 has 2.06 Gb in the table. Here it has 2.071 Gb with gamma, as in the paper's Table 7,
-  and 2.069 Gb without. ResNet-101 has 1.3e10 FLOPs there and 1.44e10 here. The table's numbers of weights
-  contradict its own sizes.
-- *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here the
-  tensors match exactly, and the vocabularies are inferred.
-- *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so
-  on): the released models have other numbers, which are used here.
+- *Numbers of operations* (TicTac's #Ops, PACE's computation operators): they count the nodes of a TensorFlow graph with
+  its summaries and constants, and the nodes of an MXNet graph in which one node computes both gradients of a
+  convolution. Here an op is one computation on a device: each layer has one op in the forward pass, and one or two in
+  the backward pass.
+- *Network Operator Edition, Table 2* truncates some numbers and rounds others. Inception-v3 with 0.715 Gb matches no
+  variant of the model (0.869 with the auxiliary classifier, 0.762 without it, and 0.697 without the output layers as
+  well). ResNet-200 has 2.06 Gb in the table. Here it has 2.071 Gb with gamma, as in the paper's Table 7, and 2.069 Gb
+  without. ResNet-101 has 1.3e10 FLOPs there and 1.44e10 here. The table's numbers of weights contradict its own sizes.
+- *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here the tensors match exactly, and the
+  vocabularies are inferred.
+- *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so on): the released models have other
+  numbers, which are used here.
 
 Times come from FLOPs and memory traffic on a `Device`, or from published totals.
 """
@@ -121,8 +115,8 @@ def model(name: str) -> Model:
 def variables(name: str) -> tuple[Variable, ...]:
     """Return all variables of a model, including those that are not trained, in the order of their creation.
 
-    TensorFlow distributes variables over parameter servers by round robin in this
-    order (Network Operator Edition, Table 7). Raises `InputError` as `model` does.
+    TensorFlow distributes variables over parameter servers by round robin in this order (Network Operator Edition,
+    Table 7). Raises `InputError` as `model` does.
     """
     return model(name).variables
 

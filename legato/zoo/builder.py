@@ -51,12 +51,11 @@ class Variable:
 class Layer:
     """One forward computation, on one sample.
 
-    `inputs` are indices of earlier layers (the samples are not listed), and
-    `variables` are indices of the trainable variables that the layer reads. `flops` counts
-    a multiply-add of a matrix product as two. `moved` is the number of values
-    that the layer reads and writes, and `outputs` is the number of values that it writes. `block` names
-    the part of the model that is computed again as a whole if activations are
-    recomputed; it is empty if the layer is in no block.
+    `inputs` are indices of earlier layers (the samples are not listed), and `variables` are indices of the trainable
+    variables that the layer reads. `flops` counts a multiply-add of a matrix product as two. `moved` is the number of
+    values that the layer reads and writes, and `outputs` is the number of values that it writes. `block` names the part
+    of the model that is computed again as a whole if activations are recomputed; it is empty if the layer is in no
+    block.
     """
 
     name: str
@@ -73,8 +72,7 @@ class Layer:
 class Model:
     """A model; layers are in the order of the forward pass, variables in the order of their creation.
 
-    `batch_size`, `device` and `precision` are the defaults for training; `language` is the shape of a
-    language model.
+    `batch_size`, `device` and `precision` are the defaults for training; `language` is the shape of a language model.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The layers of convolutional networks, on values of shape (height, width, channels).
 
-Variables are created in TensorFlow's order and have its names: weights, then biases, or
-the beta, gamma, moving mean and moving variance of a batch normalization. Dropout is left out,
-since it has no variables and is fused with its neighbours.
+Variables are created in TensorFlow's order and have its names: weights, then biases, or the beta, gamma, moving mean
+and moving variance of a batch normalization. Dropout is left out, since it has no variables and is fused with its
+neighbours.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Convert a model to a workload: forward and backward ops with their times, and one tensor per trained variable.
 
-The backward pass mirrors the forward pass. If several layers read a value, an op
-adds up their gradients. If several layers read a variable (tied weights), an op
-adds up the variable's gradients. The samples have no gradient, so the first layer
-computes no gradient for its input. Every backward op depends on the ops that compute the
-gradients that it reads. Dependencies on saved activations are left out, since these exist
-before the loss. There are no optimizer ops, because the papers neglect the optimizer.
+The backward pass mirrors the forward pass. If several layers read a value, an op adds up their gradients. If several
+layers read a variable (tied weights), an op adds up the variable's gradients. The samples have no gradient, so the
+first layer computes no gradient for its input. Every backward op depends on the ops that compute the gradients that it
+reads. Dependencies on saved activations are left out, since these exist before the loss. There are no optimizer ops,
+because the papers neglect the optimizer.
 
-Three techniques for large models change an iteration. With *recomputed activations*, the backward pass of
-a block starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
+Three techniques for large models change an iteration. With *recomputed activations*, the backward pass of a block
+starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
 gradients only during the last one. All passes between the first forward pass and the last backward pass are one op,
 `accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices evenly
 among its devices, as tensor parallelism does. The iteration describes one device, which exchanges messages with the
@@ -51,8 +50,8 @@ def lower(  # noqa: PLR0913
 ) -> Workload:
     """Return one training iteration of a model on a device.
 
-    `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's.
-    If `forward_s` or `backward_s` (seconds) is given, the ops of that pass of a micro-batch are scaled to this total.
+    `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's. If
+    `forward_s` or `backward_s` (seconds) is given, the ops of that pass of a micro-batch are scaled to this total.
     `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's, and `gradients` is
     the precision in which gradients are sent, by default the same. `recompute` computes the activations of each block
     of layers again in the backward pass. `replica_devices` is the number of devices that share the model and its batch.

@@ -8,11 +8,10 @@
 | `resnet-v1-50-caffe` (MG-WFBP) | the authors' Caffe model | beta and gamma | first unit, 1 x 1 |
 | `resnet-v2-50-mxnet` (PACE) | MXNet's example | beta and gamma, also on the images | first unit, 3 x 3 |
 
-TF-slim's v2 has biases in the first convolution, in the third convolution of each unit, and in
-the convolution of the shortcut. Its batch normalization has only beta, unless its `resnet_arg_scope`
-is used. Table 1 of TicTac shows that TicTac did not use it, and Table 7 of the Network Operator
-Edition shows that they did. In some releases, Caffe's first convolution also has biases;
-here it has none, as in the paper.
+TF-slim's v2 has biases in the first convolution, in the third convolution of each unit, and in the convolution of the
+shortcut. Its batch normalization has only beta, unless its `resnet_arg_scope` is used. Table 1 of TicTac shows that
+TicTac did not use it, and Table 7 of the Network Operator Edition shows that they did. In some releases, Caffe's first
+convolution also has biases; here it has none, as in the paper.
 """
 
 from __future__ import annotations

@@ -57,9 +57,8 @@ def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 
 def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Value:
     """Add self-attention in which a token sees itself and earlier tokens, as one kernel without variables.
 
-    The scores stay in the kernel (FlashAttention), and are computed only for pairs of tokens
-    in which one sees the other. Several heads of queries may share a
-    head of keys and values, which are then narrower.
+    The scores stay in the kernel (FlashAttention), and are computed only for pairs of tokens in which one sees the
+    other. Several heads of queries may share a head of keys and values, which are then narrower.
     """
     length, width = query.shape
     pairs = length * (length + 1) // 2
@@ -70,8 +69,8 @@ def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Val
 def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> Value:
     """Add an LSTM over the whole sequence as one layer, as in cuDNN.
 
-    As in MXNet, it has four variables: input-to-hidden and hidden-to-hidden
-    weights and biases. `initial` is the value of its first state.
+    As in MXNet, it has four variables: input-to-hidden and hidden-to-hidden weights and biases. `initial` is the value
+    of its first state.
     """
     net, (length, width) = x.net, x.shape
     variables = [

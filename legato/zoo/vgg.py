@@ -1,11 +1,9 @@
 """VGG (Simonyan, Zisserman 2014).
 
-`vgg-16` and `vgg-19` are the paper's configurations D and E with biases, as
-in TF-slim (TicTac, Caramel) and MXNet (PACE). `vgg-16-299` is
-the model that the Network Operator Edition measured with Inception's training
-script. It has 299 x 299 images, batch normalization after every
-convolution, 1001 classes, and a first fully connected layer with an input of 9 x 9 x
-512.
+`vgg-16` and `vgg-19` are the paper's configurations D and E with biases, as in TF-slim (TicTac, Caramel) and MXNet
+(PACE). `vgg-16-299` is the model that the Network Operator Edition measured with Inception's training script. It has
+299 x 299 images, batch normalization after every convolution, 1001 classes, and a first fully connected layer with an
+input of 9 x 9 x 512.
 """
 
 from __future__ import annotations

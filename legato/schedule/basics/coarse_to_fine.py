@@ -10,9 +10,8 @@ __all__ = ["coarse_to_fine"]
 def coarse_to_fine(count: int, value: Callable[[int], float], *, first: int) -> int:
     """Return the index below `count` with the highest value found.
 
-    Evaluates about `first` evenly spaced indices, then halves the spacing around
-    the best index until the spacing is 1. The result is the exact maximum if the values
-    rise and then fall, and a heuristic otherwise.
+    Evaluates about `first` evenly spaced indices, then halves the spacing around the best index until the spacing is 1.
+    The result is the exact maximum if the values rise and then fall, and a heuristic otherwise.
     """
     step = -(-count // first)
     tried = {k: value(k) for k in range(0, count, step)}

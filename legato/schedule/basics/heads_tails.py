@@ -11,8 +11,8 @@ to the end of the period (also called the delivery time). All times are in secon
     any order           depends, directly or not        directly or not
     unlimited           longest path to the gradient    longest path from the arrival
 
-On one stream, a release time or a tail is the total time of a set of ops. If the workload has up
-to `_MOST_BITS` ops, a set is a row of bits. For more ops, `reach.py` finds the times without the sets.
+On one stream, a release time or a tail is the total time of a set of ops. If the workload has up to `_MOST_BITS` ops, a
+set is a row of bits. For more ops, `reach.py` finds the times without the sets.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class HeadsTails(NamedTuple):
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
     """Return release times and tails for a compute setting and an order.
 
-    The lists are computed once and cached with the workload, so do not change them.
-    Raises `InputError` if the setting or the order is unknown, and `TooLargeError` if there are too many ops.
+    The lists are computed once and cached with the workload, so do not change them. Raises `InputError` if the setting
+    or the order is unknown, and `TooLargeError` if there are too many ops.
     """
     check_compute(compute)
     check_size(workload)

@@ -1,27 +1,24 @@
 """Caramel's dataflow DAG optimizer: compute first what the next gradient needs.
 
-Idea: the backward pass is a graph, and any order of ops that respects the graph
-computes the same gradients. If gradients are ready early, the network has more time
-to send them.
+Idea: the backward pass is a graph, and any order of ops that respects the graph computes the same gradients. If
+gradients are ready early, the network has more time to send them.
 Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
-Stage 1 chooses the order of the parameter updates: it repeatedly takes the update
-that needs the least computation beyond what earlier updates have already computed.
-Stage 2 makes every worker keep to this order. It adds control dependencies from the
-end set of an update (the op on which it depends directly: `Tensor.ready_after`) to
-the free set of the next update (the ops it needs that wait for nothing else).
+Stage 1 chooses the order of the parameter updates: it repeatedly takes the update that needs the least computation
+beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. It adds control
+dependencies from the end set of an update (the op on which it depends directly: `Tensor.ready_after`) to the free set
+of the next update (the ops it needs that wait for nothing else).
 
-With these dependencies, all ops of one update run before any op of the next update,
-so only one order of the updates is feasible. The ops of one update may still run in any
-order that the graph allows. Every added dependency is necessary: without it, an op could
-run before its update's turn.
+With these dependencies, all ops of one update run before any op of the next update, so only one order of the updates is
+feasible. The ops of one update may still run in any order that the graph allows. Every added dependency is necessary:
+without it, an op could run before its update's turn.
 
 Deviations:
 - Tensors that become ready at the same op belong to the same update.
-- Backward ops that no update needs (the gradient of the input) do not occur in the
-  paper. These ops come last, as if another update needed them.
-- If several updates need equally little, the update captured first is taken. So an
-  update never comes before another update on which it depends.
+- Backward ops that no update needs (the gradient of the input) do not occur in the paper. These ops come last, as if
+  another update needed them.
+- If several updates need equally little, the update captured first is taken. So an update never comes before another
+  update on which it depends.
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ __all__ = ["parts", "serialized_order", "update_order"]
 def update_order(workload: Workload) -> list[int]:
     """Return the backward ops that produce gradients, in the order in which to run them (stage 1).
 
-    An op needs at least as much computation as any op that it waits for. So the search
-    works like Dijkstra's: it starts from the ops that have been computed, and always visits
-    the op that needs the least further computation, until it visits an update.
-    It therefore looks only at ops near those already computed. Times are exact (whole
-    multiples of a small enough unit), so there are no rounding errors.
+    An op needs at least as much computation as any op that it waits for. So the search works like Dijkstra's: it starts
+    from the ops that have been computed, and always visits the op that needs the least further computation, until it
+    visits an update. It therefore looks only at ops near those already computed. Times are exact (whole multiples of a
+    small enough unit), so there are no rounding errors.
     """
     part_of = parts(workload)
     search = _Nearest(workload, part_of)
@@ -53,8 +49,8 @@ def update_order(workload: Workload) -> list[int]:
 def parts(workload: Workload) -> dict[int, int]:
     """Divide the backward ops that updates need into parts, and return the part of each op.
 
-    A part is named after an op: an update, or an op that several parts need. An op that only
-    one part needs belongs to that part.
+    A part is named after an op: an update, or an op that several parts need. An op that only one part needs belongs to
+    that part.
     """
     period = Period.of(workload)
     part_of = {update: update for update in sorted(set(period.ready_op))}
@@ -149,16 +145,15 @@ def _whole_durations(workload: Workload) -> list[int]:
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
     """Return an order of all ops of a period in which the backward pass makes the updates in the given order.
 
-    Of all orders that the control dependencies of stage 2 allow, this order is closest to
-    the captured one. Optimizer and forward ops keep their order in `Workload.iteration_order`.
+    Of all orders that the control dependencies of stage 2 allow, this order is closest to the captured one. Optimizer
+    and forward ops keep their order in `Workload.iteration_order`.
     """
     rest = workload.iteration_order()[len(workload.phase_ops("backward")) :]
     return (*(op for block in _blocks(workload, updates) for op in block), *rest)
 
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
-    """Return, for each update, the ops that no earlier update needs, in captured order, then ops that no update needs.
-    """
+    """Return, for each update, the ops that no earlier update needs, in captured order; ops for no update come last."""
     waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []

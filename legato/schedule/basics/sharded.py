@@ -1,12 +1,11 @@
 """Convert plans of all-reduces to plans that shard the optimizer (ZeRO-1) or the gradients as well (ZeRO-2).
 
-Idea: every worker keeps the optimizer's states only for its own part of the parameters,
-its shard. Gradients are reduced and scattered, each worker updates its shard, and all
-workers gather the updated parameters. Together this sends as many bytes as an all-reduce.
-The reduce-scatters overlap with the backward pass. The all-gathers overlap with the next
-forward pass, because they run in the order in which this pass reads the parameters.
-Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on
-the volume) and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
+Idea: every worker keeps the optimizer's states only for its own part of the parameters, its shard. Gradients are
+reduced and scattered, each worker updates its shard, and all workers gather the updated parameters. Together this sends
+as many bytes as an all-reduce. The reduce-scatters overlap with the backward pass. The all-gathers overlap with the
+next forward pass, because they run in the order in which this pass reads the parameters.
+Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on the volume) and DeAR
+(Zhang et al., ICDCS 2023: one half during each pass).
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ def check_shard(shard: str) -> None:
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     """Return a sharded plan that groups tensors as this plan of all-reduces, or of their halves, does.
 
-    `Plan.sharded` makes the messages, with the all-gathers in the order in which the
-    forward pass first reads their parameters. The optimizer ops run between
-    the passes, in the order in which their reduce-scatters arrive. Backward and forward
-    ops keep their order. With `shard="none"`, the plan is returned unchanged. Raises
-    the same errors as `Plan.sharded`.
+    `Plan.sharded` makes the messages, with the all-gathers in the order in which the forward pass first reads their
+    parameters. The optimizer ops run between the passes, in the order in which their reduce-scatters arrive. Backward
+    and forward ops keep their order. With `shard="none"`, the plan is returned unchanged. Raises the same errors as
+    `Plan.sharded`.
     """
     if shard == "none":
         return plan

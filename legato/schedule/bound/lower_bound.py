@@ -1,9 +1,8 @@
 """A time that no schedule can beat, and the certificate that proves it.
 
-Each argument of docs/bounds.md gives a valid bound for every set of tensors. A few dozen promising sets are
-tried, so the largest bound may be missed, but a bound never claims too much. Bounds are found with floats.
-`verify_bound` evaluates the argument of a certificate again in whole numbers, which are rounded only in the safe
-direction.
+Each argument of docs/bounds.md gives a valid bound for every set of tensors. A few dozen promising sets are tried, so
+the largest bound may be missed, but a bound never claims too much. Bounds are found with floats. `verify_bound`
+evaluates the argument of a certificate again in whole numbers, which are rounded only in the safe direction.
 """
 
 from __future__ import annotations
@@ -78,17 +77,16 @@ def lower_bound(  # noqa: PLR0913
 ) -> Bound:
     """Return the largest bound that the arguments prove for the sets tried.
 
-    It holds for every plan that `legato.simulator.collective` accepts with the same
-    `compute` and `shard`, if `order` allows the plan's `op_order`. The bound is sharper if it only has to
-    hold for plans of all-reduces (`sends="all_reduces"`), or for plans that also send
-    reduce-scatters and all-gathers in pairs with the same slices (`"pairs"`), as all sharded
-    plans do. With `shard` and `step_last`, the bound holds only for plans with all optimizer ops after the backward
-    pass. Without `wire`, the bound does not hold for plans with messages in a wire format (`Message.wire`). Without
-    `thorough`, or without numba, the argument "two-sided" is left out, because it takes longest; without `thorough`,
-    "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`) also holds for this kind. So a
-    thorough bound is never below the bound of a wider kind, if there are at most 64 tensors, or if there are at most
-    4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is unknown, and `TooLargeError` if
-    there are too many ops.
+    It holds for every plan that `legato.simulator.collective` accepts with the same `compute` and `shard`, if `order`
+    allows the plan's `op_order`. The bound is sharper if it only has to hold for plans of all-reduces
+    (`sends="all_reduces"`), or for plans that also send reduce-scatters and all-gathers in pairs with the same slices
+    (`"pairs"`), as all sharded plans do. With `shard` and `step_last`, the bound holds only for plans with all
+    optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
+    format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left out, because it
+    takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`)
+    also holds for this kind. So a thorough bound is never below the bound of a wider kind, if there are at most 64
+    tensors, or if there are at most 4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is
+    unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)
@@ -131,9 +129,9 @@ def verify_bound(  # noqa: PLR0913
 ) -> Fraction:
     """Return the seconds that the certificate proves in exact arithmetic; pass the same settings as to `lower_bound`.
 
-    The result is rounded down to a whole number of ticks. Raises `InputError` if it is more than one part
-    in 10**9 (the rounding of floats) below what the bound claims, if the certificate names tensors that the workload
-    does not have, or if it is for another kind of plans.
+    The result is rounded down to a whole number of ticks. Raises `InputError` if it is more than one part in 10**9 (the
+    rounding of floats) below what the bound claims, if the certificate names tensors that the workload does not have,
+    or if it is for another kind of plans.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)

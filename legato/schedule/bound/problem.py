@@ -1,8 +1,8 @@
 """The problem that bounds are about (release times, tails, cost of messages), and the interface of arguments.
 
 To find bounds, times are seconds in floats. To prove bounds, times are whole numbers of ticks (small parts of a
-second), rounded down. If ops and messages take less time, no schedule takes longer. So a proof with ticks
-holds for the workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
+second), rounded down. If ops and messages take less time, no schedule takes longer. So a proof with ticks holds for the
+workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Problem:
     """A workload on a cluster, for plans of one kind.
 
     `every` is the workload with all ops; with shards, an optimizer op updates only one worker's shard. `workload` has
-    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are by tensor.
-    A half of an all-reduce takes `half` to start, plus the `half_work` of its bytes.
-    In exact problems, `part_s` is the length of a tick in seconds.
+    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are by tensor. A half of an
+    all-reduce takes `half` to start, plus the `half_work` of its bytes. In exact problems, `part_s` is the length of a
+    tick in seconds.
     """
 
     def __init__(

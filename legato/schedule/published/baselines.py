@@ -1,16 +1,14 @@
 """The two extremes: `fifo` sends every gradient as its own message, and `single` sends all gradients in one message.
 
-`fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li,
-INFOCOM 2019), section II-C, equations 6 to 8. Idea: layers that have finished their
-backward pass communicate while earlier layers still compute theirs. Every tensor is one
-message, and messages are sent in the order in which they become ready.
+`fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li, INFOCOM 2019), section II-C, equations
+6 to 8. Idea: layers that have finished their backward pass communicate while earlier layers still compute theirs. Every
+tensor is one message, and messages are sent in the order in which they become ready.
 
-`single` is the single-layer communication of You et al. (2017), the baseline
-"SyncEASGD" of MG-WFBP, section V. Idea: a single message pays the startup time alpha
-only once. Communication and computation do not overlap.
+`single` is the single-layer communication of You et al. (2017), the baseline "SyncEASGD" of MG-WFBP, section V. Idea: a
+single message pays the startup time alpha only once. Communication and computation do not overlap.
 
-Deviation: a tensor is a parameter, not a layer. If the same op produces several
-gradients, `fifo` sends each gradient as its own message.
+Deviation: a tensor is a parameter, not a layer. If the same op produces several gradients, `fifo` sends each gradient
+as its own message.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ def fifo(
 ) -> Plan:
     """Return a plan that sends one message per tensor, in ready order.
 
-    `max_message_bytes` has no effect, since tensors are sent whole. Raises `InputError`
-    if the limit is below 16 bytes or the cluster lacks the collective.
+    `max_message_bytes` has no effect, since tensors are sent whole. Raises `InputError` if the limit is below 16 bytes
+    or the cluster lacks the collective.
     """
     name = resolve_collective(cluster, collective)
     message_limit(max_message_bytes)

@@ -1,29 +1,24 @@
 """ByteScheduler: partitions in a priority queue, and a window of credit in front of the network.
 
-Idea: a message cannot be called back once the network has it, and a
-network that gets one small message at a time is not fully used. So tensors are
-partitioned, and the most urgent ready partition is always sent next. Credit limits how
-many partitions can be in the network at once: a partition takes as much credit as it has
-bytes when it leaves, and returns the credit when it arrives.
-Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration
-(Peng et al., SOSP 2019). As in its code, a partition may leave while any credit is
-left.
+Idea: a message cannot be called back once the network has it, and a network that gets one small message at a time is
+not fully used. So tensors are partitioned, and the most urgent ready partition is always sent next. Credit limits how
+many partitions can be in the network at once: a partition takes as much credit as it has bytes when it leaves, and
+returns the credit when it arrives.
+Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration (Peng et al., SOSP 2019). As in its
+code, a partition may leave while any credit is left.
 Units: seconds and bytes.
 
-The plan is the order in which this queue releases its partitions, with the captured
-op times. The network sends partitions in the order in which they come, so an urgent partition
-waits for all partitions that are already in the window. With more credit, preemption is later.
-With credit for a single partition, this is P3.
+The plan is the order in which this queue releases its partitions, with the captured op times. The network sends
+partitions in the order in which they come, so an urgent partition waits for all partitions that are already in the
+window. With more credit, preemption is later. With credit for a single partition, this is P3.
 
-The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million
-parameters of 4 bytes per partition, and credit for 16 million (for parameter servers, 1 and 4 million).
+The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million parameters of 4 bytes per
+partition, and credit for 16 million (for parameter servers, 1 and 4 million).
 
 Deviations:
-- In this model the network carries one message at a time, and one message uses it
-  fully. The window exists to hide the gap between two messages. Such a gap costs nothing here,
-  so only the disadvantage of the window is visible.
-- ByteScheduler tunes partition and credit during training (Bayesian optimisation);
-  here they are options.
+- In this model the network carries one message at a time, and one message uses it fully. The window exists to hide the
+  gap between two messages. Such a gap costs nothing here, so only the disadvantage of the window is visible.
+- ByteScheduler tunes partition and credit during training (Bayesian optimisation); here they are options.
 - With all-reduce there are no pushes and pulls that could run at the same time.
 """
 
@@ -66,10 +61,9 @@ def bytescheduler(
 ) -> Plan:
     """Return a plan that sends partitions of at most `partition_bytes` in the queue's order, with forward overlap.
 
-    The runtime sends whole elements, so `partition_bytes` should be a multiple of
-    16. If `max_message_bytes` is lower, it is used instead, rounded down to a multiple of 16.
-    Raises `InputError` if `partition_bytes` or `credit_bytes` is below 1, `max_message_bytes` is below 16, there are
-    too many partitions, or the cluster lacks the collective.
+    The runtime sends whole elements, so `partition_bytes` should be a multiple of 16. If `max_message_bytes` is lower,
+    it is used instead, rounded down to a multiple of 16. Raises `InputError` if `partition_bytes` or `credit_bytes` is
+    below 1, `max_message_bytes` is below 16, there are too many partitions, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):

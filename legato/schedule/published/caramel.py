@@ -1,25 +1,21 @@
 """Caramel: compute, merge and send so that every gradient has the widest possible window for its transfer.
 
-A gradient can be sent between the op that produces it and the first op that reads
-it. Four parts of Caramel widen these windows or use them better, and each part can be switched
-off. With all parts off, Caramel plans as `fifo` does.
+A gradient can be sent between the op that produces it and the first op that reads it. Four parts of Caramel widen these
+windows or use them better, and each part can be switched off. With all parts off, Caramel plans as `fifo` does.
 
-*Serialization* (section 4.1, `op_order.py`) runs the backward pass in an order
-that makes gradients ready early. The result is the plan's `op_order`.
+*Serialization* (section 4.1, `op_order.py`) runs the backward pass in an order that makes gradients ready early. The
+result is the plan's `op_order`.
 
-*Batching* (4.2) merges small gradients, since a small message is mostly overhead.
-A gradient below a threshold joins the current batch. The batch is sent when it
-exceeds the threshold, or when the network has nothing else to do. So a
-batch holds gradients that become ready at nearly the same time, and no gradient waits
-for another one while the network is idle.
+*Batching* (4.2) merges small gradients, since a small message is mostly overhead. A gradient below a threshold joins
+the current batch. The batch is sent when it exceeds the threshold, or when the network has nothing else to do. So a
+batch holds gradients that become ready at nearly the same time, and no gradient waits for another one while the network
+is idle.
 
-*Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward
-pass and the next forward pass, which no longer waits for the last message. A
-message may be sent after the last of its gradients is ready, and before the first of its
-gradients is read. The largest messages are placed first, each in the first place where it
-fits: (1) within the backward pass, as early as its gradients allow; (2) within the
-forward pass, as late as its readers allow. (3) A message that fits in neither pass may
-extend past the end of the backward pass, or begin before the forward pass,
+*Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward pass and the next forward pass, which
+no longer waits for the last message. A message may be sent after the last of its gradients is ready, and before the
+first of its gradients is read. The largest messages are placed first, each in the first place where it fits: (1) within
+the backward pass, as early as its gradients allow; (2) within the forward pass, as late as its readers allow. (3) A
+message that fits in neither pass may extend past the end of the backward pass, or begin before the forward pass,
 whichever lengthens the iteration less (the backward pass if both are equal).
 
     computation | backward pass ......... |<- added time ->| forward pass ........ |
@@ -28,24 +24,22 @@ whichever lengthens the iteration less (the backward pass if both are equal).
 
 *Depth* (4.4) divides a message into chunks, so that one chunk is sent while another is added up.
 
-Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its
-`ARModel` (section 5). Its time oracle takes the minimum of several runs of each op, and
-a captured `Workload` holds these minima.
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its `ARModel` (section 5). Its time
+oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
 Units: seconds and bytes.
 
 Deviations:
-- All parts use the same network model, the cluster's linear cost. The paper fits a linear
-  model to messages of 64 B and 4 MB.
-- The paper does not say what happens to an open batch when a large gradient
-  becomes ready. Here the batch stays open, since the large gradient keeps the network busy.
-- The bins of the paper are intervals of time. Here each message uses the whole
-  network while it is sent. The paper does not say where in its window a message is placed.
-- A plan has no clock. It keeps the order that the packing finds, and every message
-  is sent as early as this order allows.
-- The paper gives no formula for the depth; it says only that the depth ranges from 1
-  to 8, depending on the size and the batcher's threshold. Here no chunk is smaller than the
-  threshold, and the cheapest of the remaining depths is taken
-  (`legato.simulator.pipelining`). If adding up costs nothing, the depth is 1.
+- All parts use the same network model, the cluster's linear cost. The paper fits a linear model to messages of 64 B and
+  4 MB.
+- The paper does not say what happens to an open batch when a large gradient becomes ready. Here the batch stays open,
+  since the large gradient keeps the network busy.
+- The bins of the paper are intervals of time. Here each message uses the whole network while it is sent. The paper does
+  not say where in its window a message is placed.
+- A plan has no clock. It keeps the order that the packing finds, and every message is sent as early as this order
+  allows.
+- The paper gives no formula for the depth; it says only that the depth ranges from 1 to 8, depending on the size and
+  the batcher's threshold. Here no chunk is smaller than the threshold, and the cheapest of the remaining depths is
+  taken (`legato.simulator.pipelining`). If adding up costs nothing, the depth is 1.
 """
 
 from __future__ import annotations
@@ -90,11 +84,10 @@ def caramel(  # noqa: PLR0913
 ) -> Plan:
     """Return Caramel's plan, which has forward overlap if `scheduling` is on.
 
-    `threshold` is the size in bytes up to which gradients are batched, by default
-    1.5 alpha/beta. The plan has an `op_order` if serialization finds an order that
-    differs from the captured one. A batch is sent before it exceeds
-    `max_message_bytes`; a larger gradient is a message of its own. Raises `InputError` if the
-    threshold is negative, the limit is below 16 bytes, or the cluster lacks the collective.
+    `threshold` is the size in bytes up to which gradients are batched, by default 1.5 alpha/beta. The plan has an
+    `op_order` if serialization finds an order that differs from the captured one. A batch is sent before it exceeds
+    `max_message_bytes`; a larger gradient is a message of its own. Raises `InputError` if the threshold is negative,
+    the limit is below 16 bytes, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     cost = cluster.cost(name)
@@ -128,9 +121,8 @@ def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
 def threshold_bytes(cost: LinearCost) -> float:
     """Return the least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
-    The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is
-    at the floor of the cost, it is (1.6 floor - alpha) / (2 beta). For a cost
-    that follows measured sizes, f is the line through them.
+    The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is at the floor of
+    the cost, it is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is the line through them.
     """
     cost = cost.line
     if cost.startup_s == 0:
@@ -148,9 +140,8 @@ def batches(
 ) -> list[list[int]]:
     """Return groups of gradients (indices), one group per message, in the order in which they are sent.
 
-    `release_s` must not decrease. A gradient larger than `threshold` bytes is a
-    group of its own, and no group of several gradients has more than `most` bytes. Raises
-    `ValueError` if the sequences differ in length.
+    `release_s` must not decrease. A gradient larger than `threshold` bytes is a group of its own, and no group of
+    several gradients has more than `most` bytes. Raises `ValueError` if the sequences differ in length.
     """
     if len(release_s) != len(nbytes):
         raise ValueError(f"{len(release_s)} release times and {len(nbytes)} sizes (expected equal numbers)")
@@ -187,8 +178,8 @@ def batches(
 def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
     """Return the cheapest number of chunks for a message: at most `MAX_DEPTH`, with `threshold` or more bytes each.
 
-    The result is 1 if the cost of more chunks is unknown, because the cluster was measured at no
-    other depth or the collective cannot be pipelined.
+    The result is 1 if the cost of more chunks is unknown, because the cluster was measured at no other depth or the
+    collective cannot be pipelined.
     """
     return min(
         (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
@@ -235,15 +226,13 @@ def pack(
 ) -> Packing:
     """Place every message in the backward pass or in the forward pass, and return the packing.
 
-    For each message, `release_s` is when it may be sent, `tail_s` is the computation from its
-    first reader to the end of the iteration, and `send_s` is its time on the network.
-    `backward_s` and `forward_s` are the lengths of the two passes if nothing waits.
-    Equally large messages are placed in the order given. Raises `ValueError` if
-    the sequences differ in length.
+    For each message, `release_s` is when it may be sent, `tail_s` is the computation from its first reader to the end
+    of the iteration, and `send_s` is its time on the network. `backward_s` and `forward_s` are the lengths of the two
+    passes if nothing waits. Equally large messages are placed in the order given. Raises `ValueError` if the sequences
+    differ in length.
 
-    Seen backwards in time, the forward pass looks like a backward pass with the tails as
-    release times. So `_Pass` serves both passes. "Forward pass" here includes all
-    computation after the backward pass, also optimizer ops.
+    Seen backwards in time, the forward pass looks like a backward pass with the tails as release times. So `_Pass`
+    serves both passes. "Forward pass" here includes all computation after the backward pass, also optimizer ops.
     """
     backward, forward = _Pass(backward_s), _Pass(forward_s)
     messages = list(zip(release_s, tail_s, send_s, nbytes, strict=True))

@@ -1,16 +1,15 @@
 """PyTorch's DistributedDataParallel: the buckets that it forms, and how to make it form better ones.
 
-DDP fills buckets with the gradients, in the order in which these became ready in the first
-iteration. A bucket is closed as soon as its size reaches its cap.
-By default, the cap of the first bucket is 1 MiB, and the cap of every other bucket is 25 MiB.
-`bucket_cap_mb_list` (PyTorch 2.13) sets each cap, and its last cap applies to all further buckets. Buckets
-are sent in the order in which they were filled, and no forward op overlaps with them.
+DDP fills buckets with the gradients, in the order in which these became ready in the first iteration. A bucket is
+closed as soon as its size reaches its cap. By default, the cap of the first bucket is 1 MiB, and the cap of every other
+bucket is 25 MiB. `bucket_cap_mb_list` (PyTorch 2.13) sets each cap, and its last cap applies to all further buckets.
+Buckets are sent in the order in which they were filled, and no forward op overlaps with them.
 
-This describes DDP after it has rebuilt its buckets, which happens in the second iteration,
-in the third with `static_graph`, and never with `find_unused_parameters`.
+This describes DDP after it has rebuilt its buckets, which happens in the second iteration, in the third with
+`static_graph`, and never with `find_unused_parameters`.
 
-Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each dtype
-and device separately. A workload records neither, so a single dtype and device are assumed.
+Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each dtype and device separately. A
+workload records neither, so a single dtype and device are assumed.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ def ddp(
 ) -> Plan:
     """Return a plan that sends each of DDP's buckets as one message.
 
-    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP,
-    `bucket_bytes` is also the cap of the first bucket unless `first_bucket_bytes` is
-    given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and cannot be combined with
-    the other two options. A bucket is closed when it reaches its cap. It is closed earlier if the
-    next tensor would make it larger than `max_message_bytes`; a tensor above this limit
-    has a bucket of its own. Stock DDP forms the same buckets with the caps that `bucket_caps` returns.
-    Raises `InputError` if a cap is not above zero or the limit is below 16 bytes.
+    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP, `bucket_bytes` is also the cap of the first
+    bucket unless `first_bucket_bytes` is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and cannot
+    be combined with the other two options. A bucket is closed when it reaches its cap. It is closed earlier if the next
+    tensor would make it larger than `max_message_bytes`; a tensor above this limit has a bucket of its own. Stock DDP
+    forms the same buckets with the caps that `bucket_caps` returns. Raises `InputError` if a cap is not above zero or
+    the limit is below 16 bytes.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if bucket_cap_mb_list is not None:
@@ -92,13 +90,11 @@ def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tup
 def bucket_caps(plan: Plan) -> list[float]:
     """Return the `bucket_cap_mb_list` (MiB) that makes stock DDP's buckets equal to this plan's messages.
 
-    Each cap is the exact size of its bucket, so a bucket is full with its last tensor
-    and not before. Sizes below 2**53 bytes are exact in MiB as floats. The
-    caps are correct for models of one dtype, and for plans that merge neighbours in
-    DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on
-    a workload captured from the same model. Raises `PlanError` if buckets cannot do what
-    the plan does, because it partitions tensors or sends messages other than
-    all-reduces.
+    Each cap is the exact size of its bucket, so a bucket is full with its last tensor and not before. Sizes below 2**53
+    bytes are exact in MiB as floats. The caps are correct for models of one dtype, and for plans that merge neighbours
+    in DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on a workload captured from the
+    same model. Raises `PlanError` if buckets cannot do what the plan does, because it partitions tensors or sends
+    messages other than all-reduces.
     """
     seen = set()
     for i, message in enumerate(plan.messages):

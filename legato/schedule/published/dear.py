@@ -1,23 +1,19 @@
 """DeAR: divide every all-reduce into a reduce-scatter during the backward pass and an all-gather for the forward pass.
 
-Idea: a reduce-scatter needs only the gradient, and nothing needs its result except
-the all-gather that completes the all-reduce. So gradients are reduced and scattered
-during the backward pass. They are gathered in forward order, just before the next forward
-pass reads them. Communication overlaps with both passes, without priorities and
-without an additional startup time.
-Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining (Zhang, Shi, Chu, Wang, Li, Liu, ICDCS 2023), with the tensor fusion of its
-code: in forward order, fill buffers to less than 25 MiB.
+Idea: a reduce-scatter needs only the gradient, and nothing needs its result except the all-gather that completes the
+all-reduce. So gradients are reduced and scattered during the backward pass. They are gathered in forward order, just
+before the next forward pass reads them. Communication overlaps with both passes, without priorities and without an
+additional startup time.
+Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining (Zhang, Shi, Chu, Wang, Li,
+Liu, ICDCS 2023), with the tensor fusion of its code: in forward order, fill buffers to less than 25 MiB.
 Units: bytes.
 
 Deviations:
-- DeAR never divides a module. Here a group is filled tensor by tensor, in the order
-  in which the forward pass reads the tensors.
-- DeAR launches an all-gather when the forward pass reaches the previous group. A
-  plan has no such event: each all-gather starts when the previous all-gather has ended,
-  which is never later.
-- DeAR tunes its buffer size during training (Bayesian optimisation); here it is an
-  option.
+- DeAR never divides a module. Here a group is filled tensor by tensor, in the order in which the forward pass reads the
+  tensors.
+- DeAR launches an all-gather when the forward pass reaches the previous group. A plan has no such event: each
+  all-gather starts when the previous all-gather has ended, which is never later.
+- DeAR tunes its buffer size during training (Bayesian optimisation); here it is an option.
 """
 
 from __future__ import annotations
@@ -55,9 +51,9 @@ def dear(
     """Return a plan that sends every group twice: all reduce-scatters, then all all-gathers, with forward overlap.
 
     Several tensors form a group if they have less than `buffer_bytes` and at most `max_message_bytes` together;
-    `buffer_bytes=1` turns fusion off. The default is the cluster's first collective with halves. Raises
-    `InputError` if `buffer_bytes` is below 1, the limit is below 16 bytes, or the cluster lacks the collective. Raises
-    `PlanError` if the collective, or every collective of the cluster, has no halves.
+    `buffer_bytes=1` turns fusion off. The default is the cluster's first collective with halves. Raises `InputError` if
+    `buffer_bytes` is below 1, the limit is below 16 bytes, or the cluster lacks the collective. Raises `PlanError` if
+    the collective, or every collective of the cluster, has no halves.
     """
     name = resolve_collective(in_halves(cluster, collective, "dear"), collective)
     most = message_limit(max_message_bytes)

@@ -1,23 +1,22 @@
 """Horovod: at every tick of a clock, fuse the gradients that are ready, up to a threshold.
 
-Idea: a background thread wakes up once per cycle, agrees with the other workers on
-the gradients that all of them have, and sends those together. This pays fewer startup
-times than one message per tensor, and needs no plan. The forward pass waits for all messages.
-Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are
-HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of its code.
+Idea: a background thread wakes up once per cycle, agrees with the other workers on the gradients that all of them have,
+and sends those together. This pays fewer startup times than one message per tensor, and needs no plan. The forward pass
+waits for all messages.
+Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are HOROVOD_CYCLE_TIME and
+HOROVOD_FUSION_THRESHOLD of its code.
 Units: seconds and bytes.
 
-The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Earlier
-versions, and the papers that compare with Horovod, used 5 ms and 64 MiB.
+The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Earlier versions, and the papers that compare
+with Horovod, used 5 ms and 64 MiB.
 
 Deviations:
-- A plan says which tensors are sent together and in which order, and has no clock. The messages are
-  those that the cycles form with the captured op times, if the first tick is at the
-  start of the backward pass. Predictions ignore that a message waits for its tick, up
-  to a cycle after its last gradient. They also ignore the cost of the negotiation. So predicted
-  iterations are too short by these two times.
-- Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread
-  itself sends, so a long message delays the next tick.
+- A plan says which tensors are sent together and in which order, and has no clock. The messages are those that the
+  cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore
+  that a message waits for its tick, up to a cycle after its last gradient. They also ignore the cost of the
+  negotiation. So predicted iterations are too short by these two times.
+- Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread itself sends, so a long
+  message delays the next tick.
 - A workload has only one dtype, and there is no response cache.
 """
 

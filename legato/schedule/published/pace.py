@@ -4,53 +4,45 @@ Paper: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training
 (Bao, Peng, Chen, Wu, INFOCOM 2020).
 Units: seconds and bytes.
 
-*The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts
-the all-reduce that is being sent, so the network never works on a gradient
-that can wait. The paper looks for x_i(t), which says whether operator i has the network in
-time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
-computation after it (Theorem 1). It solves an integer program with T N variables
-and coefficients of (T N)^t. This is the problem 1 | r_j, pmtn | L_max, for which
-Jackson's rule is exactly optimal in O(n log n), without slots (`jackson.py`).
+*The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
+sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
+has the network in time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
+computation after it (Theorem 1). It solves an integer program with T N variables and coefficients of (T N)^t. This is
+the problem 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
+(`jackson.py`).
 
-In the paper, partitioning costs nothing, and a fused tensor pays the startup time once. In
-the plan, every piece of the schedule is a message that pays its own startup time, so the
-iteration takes longer than the paper's oracle predicts.
+In the paper, partitioning costs nothing, and a fused tensor pays the startup time once. In the plan, every piece of the
+schedule is a message that pays its own startup time, so the iteration takes longer than the paper's oracle predicts.
 
-*Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first,
-since their startup times would cost more than preemption saves. Tensors that are
-ready at about the same time form groups of about the same size: for a number R of
-groups, the chain of tensors in ready order is divided so that the smallest group
-is as large as possible. Finally, the R is taken for which the preemptive schedule of the
-fused tensors is best.
+*Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first, since their startup times would cost
+more than preemption saves. Tensors that are ready at about the same time form groups of about the same size: for a
+number R of groups, the chain of tensors in ready order is divided so that the smallest group is as large as possible.
+Finally, the R is taken for which the preemptive schedule of the fused tensors is best.
 
 The recursion for R groups tries every first group of a chain,
 
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
-and takes the shortest group that attains the maximum. A longer first group holds
-more bytes and leaves fewer, so the maximum is where both sizes cross, and this crossing moves
-to the right with i. So one search for rising values in a rising sequence fills a row of the
-table, in O(N R) where the recursion takes O(N^2 R). The groups are the same.
+and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer, so the
+maximum is where both sizes cross, and this crossing moves to the right with i. So one search for rising values in a
+rising sequence fills a row of the table, in O(N R) where the recursion takes O(N^2 R). The groups are the same.
 
 Deviations:
-- `compute`: the paper assumes "unlimited" devices, on which every op runs as soon
-  as it can. The default is "one" stream that runs the ops in the captured order.
-  Then all ops from the first reader on come after an arrival,
-  and the schedule is still exactly optimal.
-- The paper combines the gradients of one op beforehand. Here fusion decides whether to
-  combine them, since they may have different readers.
-- Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element
-  is divided. A partition that becomes empty is not sent.
-- As printed, constraint 7 lets a gradient be sent in the slot in which it is still
-  being computed (t < z should read t <= z).
-- The cost of a fused tensor is the linear model that the paper fits to its
-  measurements, including the constant. Equation 1 has no constant, and without a constant,
-  fusion never helps.
-- For "large" N the paper searches R at random (a momentum method that it does not
-  describe). Here every R up to 399 is tried (the paper's models have up to 164
-  tensors), and after that R grows in steps of R / 200. The search stops when no larger R can be better,
-  because all communication is already hidden or R startup times take longer. It
-  also stops when the table has 2^27 entries, which is at 1,342 groups of 100,000 tensors.
+- `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"
+  stream that runs the ops in the captured order. Then all ops from the first reader on come after an arrival, and the
+  schedule is still exactly optimal.
+- The paper combines the gradients of one op beforehand. Here fusion decides whether to combine them, since they may
+  have different readers.
+- Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element is divided. A partition that
+  becomes empty is not sent.
+- As printed, constraint 7 lets a gradient be sent in the slot in which it is still being computed (t < z should read t
+  <= z).
+- The cost of a fused tensor is the linear model that the paper fits to its measurements, including the constant.
+  Equation 1 has no constant, and without a constant, fusion never helps.
+- For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
+  tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
+  no larger R can be better, because all communication is already hidden or R startup times take longer. It also stops
+  when the table has 2^27 entries, which is at 1,342 groups of 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -102,10 +94,9 @@ def pace(
 ) -> Plan:
     """Return a plan that sends each piece of the optimal preemptive schedule as one message, with forward overlap.
 
-    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without
-    `fusion`, the tensors are scheduled as they are (only section IV). Pieces of more
-    than `max_message_bytes` are divided. Raises `InputError` if the compute setting is
-    unknown, the limit is below 16 bytes, or the cluster lacks the collective.
+    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without `fusion`, the tensors are scheduled
+    as they are (only section IV). Pieces of more than `max_message_bytes` are divided. Raises `InputError` if the
+    compute setting is unknown, the limit is below 16 bytes, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
@@ -169,8 +160,8 @@ def preemptive(chain: Chain, cost: LinearCost) -> tuple[float, list[tuple[int, f
 def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
     """Return where the groups end in the best fused chain (Algorithm 1).
 
-    `compute_s` is the time of an iteration if communication is free. If several chains have the same
-    iteration time, the chain with the fewest groups is taken.
+    `compute_s` is the time of an iteration if communication is free. If several chains have the same iteration time,
+    the chain with the fewest groups is taken.
     """
     best_s, best = math.inf, [len(chain.nbytes)]
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)

@@ -1,28 +1,22 @@
 """Plans for parameter servers: pushes, then pulls in a random order or in the best order.
 
-All schedulers for parameter servers share `push_and_pull`, which pushes in ready order,
-then pulls in the scheduler's order, each slice from its server. `legato.core.placement`
-chooses the server of each slice, for tensors in the order of their creation. A workload does
-not record that order. It is replaced by the order in which the forward pass first reads the
-tensors, which is the same for models that are built layer by layer.
+All schedulers for parameter servers share `push_and_pull`, which pushes in ready order, then pulls in the scheduler's
+order, each slice from its server. `legato.core.placement` chooses the server of each slice, for tensors in the order of
+their creation. A workload does not record that order. It is replaced by the order in which the forward pass first reads
+the tensors, which is the same for models that are built layer by layer.
 
-`random` is TensorFlow's behaviour, and the baseline of TicTac (Hashemi, Abdu
-Jyothi, Campbell, SysML 2019, section 2.2). All transfers of an iteration are
-requested when the graph starts, and arrive in any order; in 1,000 iterations of
-ResNet-50, no order occurred twice. Deviation: a plan has a single order for all
-workers and iterations. With `plan=None`, the runtime draws a new order for each worker
-and iteration.
+`random` is TensorFlow's behaviour, and the baseline of TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019, section
+2.2). All transfers of an iteration are requested when the graph starts, and arrive in any order; in 1,000 iterations of
+ResNet-50, no order occurred twice. Deviation: a plan has a single order for all workers and iterations. With
+`plan=None`, the runtime draws a new order for each worker and iteration.
 
-`pull-optimal` is the best order of pulls for a worker that runs its ops in the
-captured order. Once all pushes have arrived, the network carries one pull after
-another without a gap. If a pull ends at e, the iteration ends at e + tail or later. The
-tail is the computation from the first reader of the pulled parameter on. An iteration
-ends at the largest of these sums, so the problem is 1 || L_max. Its exact optimum is to pull the
-parameter with the longest tail first (Jackson, 1955), which is the order in which the forward
-pass first reads the parameters. Eager PyTorch runs its ops in the captured order, so
-no order of pulls after pushes is better there. `tic` and `tac` see only the graph,
-not the order of ops, and are meant for executors that run whatever is ready
-(TensorFlow). Source: ours, as a yardstick for TicTac.
+`pull-optimal` is the best order of pulls for a worker that runs its ops in the captured order. Once all pushes have
+arrived, the network carries one pull after another without a gap. If a pull ends at e, the iteration ends at e + tail
+or later. The tail is the computation from the first reader of the pulled parameter on. An iteration ends at the largest
+of these sums, so the problem is 1 || L_max. Its exact optimum is to pull the parameter with the longest tail first
+(Jackson, 1955), which is the order in which the forward pass first reads the parameters. Eager PyTorch runs its ops in
+the captured order, so no order of pulls after pushes is better there. `tic` and `tac` see only the graph, not the order
+of ops, and are meant for executors that run whatever is ready (TensorFlow). Source: ours, as a yardstick for TicTac.
 
 Units: seconds and bytes.
 """
@@ -68,8 +62,7 @@ def push_and_pull(
 ) -> Plan:
     """Return a plan with forward overlap that pushes in ready order, then pulls in this order, one message per slice.
 
-    Raises `InputError` if the cluster has no servers or lacks the collective, or if
-    the placement is unknown.
+    Raises `InputError` if the cluster has no servers or lacks the collective, or if the placement is unknown.
     """
     name, created = resolve_collective(cluster, collective), reading_order(workload)
     tensors = [workload.tensors[t] for t in created]

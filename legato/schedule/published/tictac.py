@@ -1,54 +1,48 @@
 """TicTac: order the pulls from parameter servers by the structure of a worker's graph.
 
-The graph of a worker begins with one transfer (`recv`) per parameter: the pull of the
-parameter from its server. An op's *communication dependency* is the set of transfers that
-it needs, directly or through other ops. While a set R of transfers is outstanding,
-section 4.1 (Algorithm 1) defines
+The graph of a worker begins with one transfer (`recv`) per parameter: the pull of the parameter from its server. An
+op's *communication dependency* is the set of transfers that it needs, directly or through other ops. While a set R of
+transfers is outstanding, section 4.1 (Algorithm 1) defines
 
     an op        M    the time of all its outstanding transfers
     a transfer   M    its own time
                  P    the computation that waits only for this transfer: the ops that need no other transfer of R
                  M+   the least M of an op that needs it and at least one more of R; infinite if there is none
 
-*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter
-is more urgent if fewer transfers are needed to start the first op that needs this parameter
-together with others. Its priority is M+ if every transfer takes time 1 and every op takes time 0.
+*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter is more urgent if fewer transfers
+are needed to start the first op that needs this parameter together with others. Its priority is M+ if every transfer
+takes time 1 and every op takes time 0.
 
-*TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers
-left, A comes first if T(A, B) < T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B:
-the computation that waits only for A runs while B is being sent. The condition is equivalent to
-min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. If both orders
-take equally long, the transfer that completes an op with the fewest
-transfers comes first (least M+). An op's time is the least of 5 runs (section 5),
-as `legato capture` records it; a transfer takes as long as its pull.
+*TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers left, A comes first if T(A, B) <
+T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs while B is being sent.
+The condition is equivalent to min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. If both
+orders take equally long, the transfer that completes an op with the fewest transfers comes first (least M+). An op's
+time is the least of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as its pull.
 
 Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019).
 Units: transfers for TIC, whole picoseconds for TAC.
 
 Deviations:
-- M+ leaves ties. For example, the first two parameters of a chain have the same M+,
-  because the op that waits only for the first one does not count. TicTac sends tied
-  transfers in any order. Here TIC and TAC send them in the order in which the captured forward
-  pass first reads their parameters.
-- Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module
-  implements the paper's derivation, equation 2.
-- The paper calls its comparator transitive. It is not transitive, because ties are not: with
-  (M, P) of A (1, 3), B (1, 1), C (3, 1), A comes before C, but B ties with both, so M+
-  may put C before B and B before A. TAC's next transfer is therefore the transfer with
-  the least M+ among those that no other transfer precedes by equation 2. (Equation 2
-  alone has no cycle. It can be refined to Johnson's order: first the transfers with M < P by
-  rising M, then all others by falling P.)
+- M+ leaves ties. For example, the first two parameters of a chain have the same M+, because the op that waits only for
+  the first one does not count. TicTac sends tied transfers in any order. Here TIC and TAC send them in the order in
+  which the captured forward pass first reads their parameters.
+- Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
+  derivation, equation 2.
+- The paper calls its comparator transitive. It is not transitive, because ties are not: with (M, P) of A (1, 3), B (1,
+  1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's next transfer is
+  therefore the transfer with the least M+ among those that no other transfer precedes by equation 2. (Equation 2 alone
+  has no cycle. It can be refined to Johnson's order: first the transfers with M < P by rising M, then all others by
+  falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
-[Note: sets] Ops with the same dependency have the same M, and P adds up their times.
-So the ops are stored as distinct sets of transfers, each with the total time of its ops. A chain of n layers
-has n sets, and its whole backward pass has a single one. A set is a row of bits. When a
-transfer completes, only the rows that contain it are updated.
+[Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
+sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole backward pass has
+a single one. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
-[Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow
-along the graph. So of all ops that need a transfer together with others, the earliest ops need the
-fewest transfers. If the sets are too large to store, a cover of the graph by chains counts
-the transfers (`reach.py`). A transfer with a single reader is counted at this op.
+[Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow along the graph. So of all ops
+that need a transfer together with others, the earliest ops need the fewest transfers. If the sets are too large to
+store, a cover of the graph by chains counts the transfers (`reach.py`). A transfer with a single reader is counted at
+this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week is 6e17 of at most 9e18.)
@@ -159,8 +153,8 @@ def tac(
 def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: bool = False) -> list[int]:
     """Return the indices of the tensors in TAC's order, for a worker or an inference agent.
 
-    `transfer_s[t]` is how many seconds the network takes for tensor t if it carries
-    nothing else (the paper's Time(recv)).
+    `transfer_s[t]` is how many seconds the network takes for tensor t if it carries nothing else (the paper's
+    Time(recv)).
     """
     needs = find_dependencies(workload, inference=inference)
     op_time = [picoseconds(op.duration_s) for op in workload.ops[: len(needs)]]
@@ -177,8 +171,8 @@ def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: boo
 def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
     """Return the outstanding transfers that no other outstanding transfer precedes by equation 2.
 
-    B comes before A if min(P_A, M_B) < min(P_B, M_A). This is true exactly if P_A is
-    below both P_B and M_A, or M_B is below both P_B and M_A.
+    B comes before A if min(P_A, M_B) < min(P_B, M_A). This is true exactly if P_A is below both P_B and M_A, or M_B is
+    below both P_B and M_A.
     """
     left = np.flatnonzero(properties.outstanding)
     m, p = properties.time[left], properties.load[left]
@@ -192,10 +186,9 @@ def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
 def find_dependencies(workload: Workload, *, inference: bool = False) -> list[int]:
     """Return, for each op that a worker runs, the tensors that it needs, as a bit mask over `workload.tensors`.
 
-    A worker runs the forward and backward ops, an inference agent only the
-    forward ops, and the optimizer runs on the servers. Ops come after the ops on which they
-    depend, so one pass in order is enough. Raises `TooLargeError` if there are too many
-    tensors and forward ops.
+    A worker runs the forward and backward ops, an inference agent only the forward ops, and the optimizer runs on the
+    servers. Ops come after the ops on which they depend, so one pass in order is enough. Raises `TooLargeError` if
+    there are too many tensors and forward ops.
     """
     forward, tensors = len(workload.phase_ops("forward")), len(workload.tensors)
     if forward * tensors > _MOST_BITS:
@@ -221,9 +214,8 @@ def picoseconds(seconds: float) -> int:
 class TransferProperties:
     """M, P and M+ of the outstanding transfers, updated when transfers complete (Algorithm 1).
 
-    `dependencies[op]` is a bit mask over the transfers. `op_time[op]` and
-    `transfer_time[t]` are whole numbers in the same unit. At first, all transfers are
-    outstanding.
+    `dependencies[op]` is a bit mask over the transfers. `op_time[op]` and `transfer_time[t]` are whole numbers in the
+    same unit. At first, all transfers are outstanding.
     """
 
     def __init__(self, dependencies: Sequence[int], op_time: Sequence[int], transfer_time: Sequence[int]) -> None:

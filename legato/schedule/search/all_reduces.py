@@ -58,10 +58,9 @@ class AllReduces:
     def plans(self, best: Filled) -> Iterator[Plan]:
         """Yield the plans made from these messages.
 
-        If updates may move, there are also plans that run
-        updates in idle time, and plans with first messages that complete tensors early, since an
-        update has to wait for the last byte of its gradient. Plans of the last kind are left out if
-        several tensors share a block.
+        If updates may move, there are also plans that run updates in idle time, and plans with first messages that
+        complete tensors early, since an update has to wait for the last byte of its gradient. Plans of the last kind
+        are left out if several tensors share a block.
         """
         workload = self.problem.workload
         plan, arrival_s = self._plan(best)

@@ -1,9 +1,8 @@
 """The best contents for messages of given sizes: the ready bytes that are needed first.
 
-If sizes and order of messages are fixed, a message can start as soon as the previous message has
-ended and enough bytes are ready. This moment does not depend on *which* bytes were sent
-earlier. It remains to fill the messages with ready bytes so that no byte arrives too late.
-For this, earliest deadline first is optimal (by an exchange argument, as for
+If sizes and order of messages are fixed, a message can start as soon as the previous message has ended and enough bytes
+are ready. This moment does not depend on *which* bytes were sent earlier. It remains to fill the messages with ready
+bytes so that no byte arrives too late. For this, earliest deadline first is optimal (by an exchange argument, as for
 Jackson's preemptive schedule): send the ready bytes with the longest tail first.
 """
 
@@ -89,16 +88,14 @@ def fill(
 ) -> Filled:
     """Fill messages of these sizes, which change only by the alignment of partitions.
 
-    `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors.
-    `release_s`, `tail_s` and `nbytes` are by tensor; `cost` gives the seconds of a
-    message from its bytes. The first `first_come` messages take the bytes that became ready
-    first instead, which completes more tensors early, although some bytes arrive later. Each
-    message starts no earlier than its moment in `not_before_s`, so it can take bytes that are ready by then.
+    `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
+    `nbytes` are by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come` messages take
+    the bytes that became ready first instead, which completes more tensors early, although some bytes arrive later.
+    Each message starts no earlier than its moment in `not_before_s`, so it can take bytes that are ready by then.
 
-    With `whole_below`, every tensor finally lies in one piece of memory
-    (`legato.core.layout`). Tensors with fewer bytes than this are not partitioned, so a message ends
-    at the nearest border between tensors. A message is divided if it would hold two tensors that
-    earlier messages began, or two tensors that it leaves unfinished.
+    With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
+    bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided
+    if it would hold two tensors that earlier messages began, or two tensors that it leaves unfinished.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []

@@ -1,42 +1,40 @@
 """legato: plan merging, partitioning, order and collective together, for the real cost of messages.
 
-Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward
-pass; PACE and P3 order and partition, and ignore the alpha of each message.
-`legato` decides everything together. For given sizes of messages, it is best to fill each message
-with the ready bytes that are needed first (`fill.py`). So only the sizes have to be searched for.
+Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward pass; PACE and P3 order and
+partition, and ignore the alpha of each message. `legato` decides everything together. For given sizes of messages, it
+is best to fill each message with the ready bytes that are needed first (`fill.py`). So only the sizes have to be
+searched for.
 
-The search starts from the messages that the bound of nested sets asks for, which are the best messages for
-chains of layers (`nested_messages.py`). It also starts from messages of equal sizes and from the messages of
-the best published scheduler. It merges, divides and shifts messages at random and fills them again, until
-the iteration is within `gap` of the proven lower bound or the budget is spent (`message_search.py`).
-If the pieces of a tensor are scattered over messages, a worker has to assemble the tensor. If the cluster says how
-much time this takes, the search also tries messages without partitioning, and with partitions that leave
-every tensor in one piece of memory. Every message uses the collective and the depth that
-are cheapest for its size. For models with thousands of tensors, the search sends blocks of
-neighbouring tensors (`blocks.py`).
+The search starts from the messages that the bound of nested sets asks for, which are the best messages for chains of
+layers (`nested_messages.py`). It also starts from messages of equal sizes and from the messages of the best published
+scheduler. It merges, divides and shifts messages at random and fills them again, until the iteration is within `gap` of
+the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are scattered over
+messages, a worker has to assemble the tensor. If the cluster says how much time this takes, the search also tries
+messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every message uses
+the collective and the depth that are cheapest for its size. For models with thousands of tensors, the search sends
+blocks of neighbouring tensors (`blocks.py`).
 
-If messages and computation share a machine (`Cluster.contention`), all this is done
-twice: with the costs of messages during computation, and with the costs of messages without computation. The
-simulator, which knows the contention, then picks the better plan (`contended.py`).
+If messages and computation share a machine (`Cluster.contention`), all this is done twice: with the costs of messages
+during computation, and with the costs of messages without computation. The simulator, which knows the contention, then
+picks the better plan (`contended.py`).
 
-If the startup time of a message is a considerable part of the iteration, few messages are
-sent. Each message is then tried in two halves, a reduce-scatter and an all-gather. The halves are
-arranged and improved as for sharded plans (`in_halves/`).
+If the startup time of a message is a considerable part of the iteration, few messages are sent. Each message is then
+tried in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as for sharded plans
+(`in_halves/`).
 
-All this is for the captured order of computation. In the graphs of a compiled model, the order
-is free, so other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
-(`in_halves/sharded_plans.py`), which starts from plans found as above. If messages may be sent in a wire
-format, `legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as
-possible (`wire_format.py`). The plans of all other schedulers are
-candidates, too, so no other scheduler is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
-comes first, then the search, and then the other schedulers until the best plan is within `gap`
-of the bound. So no other scheduler is faster by more than `gap`.
+All this is for the captured order of computation. In the graphs of a compiled model, the order is free, so other orders
+are planned for as well (`op_orders.py`). Sharded plans have their own search (`in_halves/sharded_plans.py`), which
+starts from plans found as above. If messages may be sent in a wire format, `legato` plans with the costs of exact and
+of rounded messages, and then rounds as few bytes as possible (`wire_format.py`). The plans of all other schedulers are
+candidates, too, so no other scheduler is faster. With more than `MOST_BLOCKS` tensors, PACE's plan comes first, then
+the search, and then the other schedulers until the best plan is within `gap` of the bound. So no other scheduler is
+faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
-`problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one
-order of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each
-message. This module imports all of them. Modules that transform the task and then search (`contended.py`,
+`problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one order
+of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message. This
+module imports all of them. Modules that transform the task and then search (`contended.py`,
 `in_halves/sharded_plans.py`, `wire_format.py`) get the search as an argument.
 """
 
@@ -83,14 +81,13 @@ def legato(  # noqa: PLR0913
 ) -> Plan:
     """Return the best plan found before `rounds` changes or a budget of `work` are spent.
 
-    The search ends earlier if a plan is within `gap` of the bound. `work` is counted in seconds on
-    a current processor (`budget.py`), so the same input gives the same plan everywhere, unless the search is cut off
-    after `limit_s` seconds, which is logged. By default, every message uses the cheapest collective; `collective`
-    restricts the choice to one. Halves use only collectives that have halves. No message has more than
-    `max_message_bytes`; tensors are partitioned if necessary. With `shard`, the plan
-    shards the optimizer or also the gradients. With `wire`, as few bytes as possible, or all bytes, are sent
-    in a wire format. Four searches then have `work` and `limit_s` each: for exact messages, for
-    rounded messages, for a mixture, and for the messages to round. Raises `InputError` if the
+    The search ends earlier if a plan is within `gap` of the bound. `work` is counted in seconds on a current processor
+    (`budget.py`), so the same input gives the same plan everywhere, unless the search is cut off after `limit_s`
+    seconds, which is logged. By default, every message uses the cheapest collective; `collective` restricts the choice
+    to one. Halves use only collectives that have halves. No message has more than `max_message_bytes`; tensors are
+    partitioned if necessary. With `shard`, the plan shards the optimizer or also the gradients. With `wire`, as few
+    bytes as possible, or all bytes, are sent in a wire format. Four searches then have `work` and `limit_s` each: for
+    exact messages, for rounded messages, for a mixture, and for the messages to round. Raises `InputError` if the
     cluster lacks the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises
     `PlanError` if `shard` needs halves that the collective does not have, and `TooLargeError` if the limit makes too
     many messages.

@@ -1,9 +1,9 @@
 """The search for the messages of an order of computation, starting from the messages that the bound asks for.
 
-A state has the sizes of the messages, and decides their contents: one of several sets of tails, how many
-messages take the bytes that are ready first, and which tensors are sent as soon as they are ready. Many starting
-states are valued. The best of them are changed at random (`anneal.py`), the best results are changed further, and so
-on (successive halving: Jamieson and Talwalkar, AISTATS 2016).
+A state has the sizes of the messages, and decides their contents: one of several sets of tails, how many messages take
+the bytes that are ready first, and which tensors are sent as soon as they are ready. Many starting states are valued.
+The best of them are changed at random (`anneal.py`), the best results are changed further, and so on (successive
+halving: Jamieson and Talwalkar, AISTATS 2016).
 
 If there are optimizer ops, the value of a state is the time of an iteration with its updates arranged. Tails cannot
 give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact it runs when its

@@ -1,11 +1,10 @@
 """The messages that the bound "nested" asks for; if the bound is exact, they are the best messages.
 
-`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals
-(T minus a tail) messages should begin and end. Here T is the least time for which it finds
-such moments. A message then fills the time from one moment to the next with the ready bytes that are
-needed first. It begins no earlier, even if the network is free, since it waits for bytes that
-become ready at this moment. For a chain of layers and one collective, this is the optimum for
-the given tails.
+`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals (T minus a tail)
+messages should begin and end. Here T is the least time for which it finds such moments. A message then fills the time
+from one moment to the next with the ready bytes that are needed first. It begins no earlier, even if the network is
+free, since it waits for bytes that become ready at this moment. For a chain of layers and one collective, this is the
+optimum for the given tails.
 """
 
 from __future__ import annotations

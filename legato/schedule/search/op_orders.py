@@ -1,21 +1,18 @@
 """Orders of computation that are worth planning for: orders of all ops if they may move, and orders of the updates.
 
-Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as
-possible, which suits a busy network. If the network has time to spare, gradients that are needed
-first should be computed first instead. The best order is often between these two: gradients that are needed
-late would only delay those that the forward pass waits for. So they are computed last,
-while the urgent gradients are being sent.
+Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
+a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
+best order is often between these two: gradients that are needed late would only delay those that the forward pass waits
+for. So they are computed last, while the urgent gradients are being sent.
 
-So a third order begins with all updates with a tail of at least some limit, in Caramel's
-order. All other updates follow by falling tail, and the best such limit is taken. Then updates move
-one at a time, as long as this helps. The value of an order comes from Jackson's preemptive
-schedule for the order's release times: it is the optimum if messages could be
-partitioned for free (`jackson.py`).
+So a third order begins with all updates with a tail of at least some limit, in Caramel's order. All other updates
+follow by falling tail, and the best such limit is taken. Then updates move one at a time, as long as this helps. The
+value of an order comes from Jackson's preemptive schedule for the order's release times: it is the optimum if messages
+could be partitioned for free (`jackson.py`).
 
-Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the
-network can be computed while parameters that another branch needs are still being sent. In the captured
-order, only the optimizer ops move. Then the order of the updates is chosen
-together with the order in which the gradients arrive, and not only afterwards.
+Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
+while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.
+Then the order of the updates is chosen together with the order in which the gradients arrive, and not only afterwards.
 """
 
 from __future__ import annotations
@@ -96,8 +93,8 @@ class _Order(NamedTuple):
 class _Places:
     """The places in an order that each op can have, which its dependencies and the runtime limit.
 
-    Backward ops stay before all other ops, since an update between them could only make gradients late.
-    All ops except optimizer ops keep the captured order, but may move within a sequence of nodes of one graph.
+    Backward ops stay before all other ops, since an update between them could only make gradients late. All ops except
+    optimizer ops keep the captured order, but may move within a sequence of nodes of one graph.
     """
 
     def __init__(self, workload: Workload) -> None:

@@ -1,23 +1,22 @@
 """The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
 Idea: a wire format has two bytes instead of four. This halves the cost of a message, but rounds its gradients. Most
-messages are hidden behind computation and need not be faster. So the fastest of several plans with
-everything rounded shows which time is possible. Then messages become exact again, as long as the
-iteration takes at most `TOLERANCE` longer. torch's compression hooks round everything, which is
-`all-bf16` and `all-fp16` here.
+messages are hidden behind computation and need not be faster. So the fastest of several plans with everything rounded
+shows which time is possible. Then messages become exact again, as long as the iteration takes at most `TOLERANCE`
+longer. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
 
-If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without
-startup times, and with preemption, it is known which tensors can be exact in a given time
-(`exact_shares`). `legato` also plans messages for some of these choices.
+If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
+times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
+messages for some of these choices.
 
-The messages that can be exact together are chosen greedily, in three orders: the first message
-first, the largest first, and the last first. If a message makes the iteration too long, it is not tried
-again with more exact messages. Branch and bound found no better choice in any of 18 cells of the zoo and of random
-networks; the plan that is returned is simulated in any case. A message that stays rounded may be divided
-into an exact and a rounded message. Bisection finds the largest possible exact part.
+The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
+first, and the last first. If a message makes the iteration too long, it is not tried again with more exact messages.
+Branch and bound found no better choice in any of 18 cells of the zoo and of random networks; the plan that is returned
+is simulated in any case. A message that stays rounded may be divided into an exact and a rounded message. Bisection
+finds the largest possible exact part.
 
-Both halves of an all-reduce have the same format. If messages gather other slices than were
-scattered, all halves are exact or all are rounded.
+Both halves of an all-reduce have the same format. If messages gather other slices than were scattered, all halves are
+exact or all are rounded.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -88,13 +87,12 @@ def rounded(
 ) -> Plan:
     """Return one of these plans with as few bytes in a wire format as possible.
 
-    The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans
-    with everything exact or everything rounded. If several plans round equally many bytes,
-    the fastest one is returned, and the first one if they are equally fast. `fit` chooses a message's
-    collective and depth for the bytes that are sent. `regroup` returns more plans for a given
-    length of the iteration. With `divide`, all-reduces may be divided. If a plan already has
-    some messages in a wire format, its other messages become exact first. If `rounding` rounds
-    all messages, the fastest plan with everything rounded is returned.
+    The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans with everything exact or
+    everything rounded. If several plans round equally many bytes, the fastest one is returned, and the first one if
+    they are equally fast. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns
+    more plans for a given length of the iteration. With `divide`, all-reduces may be divided. If a plan already has
+    some messages in a wire format, its other messages become exact first. If `rounding` rounds all messages, the
+    fastest plan with everything rounded is returned.
     """
     wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 
@@ -136,11 +134,10 @@ def exact_shares(
 ) -> list[float]:
     """Return the share of each tensor's bytes that is exact if as many bytes as possible are, without startup times.
 
-    With preemption, all tensors arrive in time for an iteration of
-    `limit_s` if, for all x and y, the tensors with release times of at least x and tails of at
-    least y need at most limit_s - x - y (Horn, 1974). The amounts that can be exact then
-    form a polymatroid: if each tensor in turn gets as much as there is room for, the sum is the
-    largest possible one, whatever the order. `order(release_s, tail_s, nbytes)` is a sort key for this order.
+    With preemption, all tensors arrive in time for an iteration of `limit_s` if, for all x and y, the tensors with
+    release times of at least x and tails of at least y need at most limit_s - x - y (Horn, 1974). The amounts that can
+    be exact then form a polymatroid: if each tensor in turn gets as much as there is room for, the sum is the largest
+    possible one, whatever the order. `order(release_s, tail_s, nbytes)` is a sort key for this order.
     """
     times, slope = heads_tails(workload, "one", "captured"), cheapest_line(cluster, workload.nbytes).beta_s_per_byte
     half_s = np.array([tensor.nbytes for tensor in workload.tensors]) * slope / 2
@@ -163,9 +160,9 @@ def exact_shares(
 def least_rounded(workload: Workload, cluster: Cluster, seconds: float) -> float:
     """Return the least fraction of the bytes that a plan must round to finish an iteration in this time.
 
-    This bound holds for plans that keep backward and forward ops in the captured order, on one
-    stream. Every message of such a plan is sent between the release times and the tails of
-    its tensors, and takes at least the time of its bytes.
+    This bound holds for plans that keep backward and forward ops in the captured order, on one stream. Every message of
+    such a plan is sent between the release times and the tails of its tensors, and takes at least the time of its
+    bytes.
     """
     shares = exact_shares(workload, cluster, seconds, lambda release_s, tail_s, nbytes: tail_s)
     exact = sum(share * tensor.nbytes for share, tensor in zip(shares, workload.tensors, strict=True))

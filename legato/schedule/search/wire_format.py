@@ -1,7 +1,7 @@
 """Plans with messages that may be sent in a wire format: plan with exact and with rounded costs, then round.
 
-`rounding.py` finds which messages of these plans must be rounded. If a message mixes tensors that must be rounded
-with tensors that need not be, all of it is rounded. So messages are also planned that hold tensors of only one kind.
+`rounding.py` finds which messages of these plans must be rounded. If a message mixes tensors that must be rounded with
+tensors that need not be, all of it is rounded. So messages are also planned that hold tensors of only one kind.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _SEQUENCE = 8192
 def model_of(path: Path, changes: dict[str, Any]) -> LanguageModel:
     """Return the shape in a file, with `changes` to its numbers.
 
-    Raises `FileError` if the file has no configuration, and `InputError` if numbers are missing or
-    `LanguageModel` refuses them.
+    Raises `FileError` if the file has no configuration, and `InputError` if numbers are missing or `LanguageModel`
+    refuses them.
     """
     try:
         config = msgspec.json.decode(files.load(path), type=dict[str, Any])

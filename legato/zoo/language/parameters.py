@@ -34,8 +34,8 @@ class Parameters(NamedTuple):
 def layer(model: LanguageModel, mixture: bool, tensor: int = 1, expert: int = 1) -> Parameters:
     """Return a layer's parameters on one worker.
 
-    `tensor` workers divide the matrices of the layer, and `expert` workers divide its experts.
-    Every worker has all vectors, the router and the narrow matrices of latent attention.
+    `tensor` workers divide the matrices of the layer, and `expert` workers divide its experts. Every worker has all
+    vectors, the router and the narrow matrices of latent attention.
     """
     gpt, matrices = model.family == "gpt", 3 if model.family == "llama" else 2
     hidden, size, heads, kv_heads = model.hidden, model.head_size, model.heads // tensor, model.kv_heads // tensor

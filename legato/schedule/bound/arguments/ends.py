@@ -181,12 +181,10 @@ def counts(most: int) -> Iterator[int]:
 def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
     """Yield pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
 
-    The first family comes from the latest deliveries of Jackson's schedule. Suppose that a
-    tensor with tail q arrives at C, and that from `begin` to C the network is never idle and
-    sends only tensors with tails of at least q. The tensor is late because of
-    the tensors with release time >= begin and tail >= q. The second family has the tensors with
-    the longest tails, and the tensors with the latest release times: the first 1, 2, 3, 4, 6, 8,
-    11, 16 and so on.
+    The first family comes from the latest deliveries of Jackson's schedule. Suppose that a tensor with tail q arrives
+    at C, and that from `begin` to C the network is never idle and sends only tensors with tails of at least q. The
+    tensor is late because of the tensors with release time >= begin and tail >= q. The second family has the tensors
+    with the longest tails, and the tensors with the latest release times: the first 1, 2, 3, 4, 6, 8, 11, 16 and so on.
     """
     release, tail = problem.release, problem.tail
     everything = range(len(release))

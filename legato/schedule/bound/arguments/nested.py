@@ -67,10 +67,9 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    Each message takes `message_s` to start, and `once_s` is added once. With updates, the inequalities
-    have f(j) and `updates_s`, by i and t, in the place of beta * B(t) + q(j). `innermost_s` is
-    the same for j = 1, and `alone_s`, by t, is for a single message.
-    `both_ends` is the number of messages that two new ends need.
+    Each message takes `message_s` to start, and `once_s` is added once. With updates, the inequalities have f(j) and
+    `updates_s`, by i and t, in the place of beta * B(t) + q(j). `innermost_s` is the same for j = 1, and `alone_s`, by
+    t, is for a single message. `both_ends` is the number of messages that two new ends need.
     """
 
     release_s: Numbers
@@ -196,8 +195,8 @@ class Chain:
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
         """Return the sets of these sizes.
 
-        If `strict`, the tensors that a set adds all count as ready when the last one is ready,
-        and as needed when the first one is needed, so no tensor is late.
+        If `strict`, the tensors that a set adds all count as ready when the last one is ready, and as needed when the
+        first one is needed, so no tensor is late.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last

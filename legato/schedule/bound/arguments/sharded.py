@@ -51,8 +51,8 @@ class Sharded(Argument, frozen=True, tag="sharded"):
     def proves(self, problem: Problem) -> float:
         """Return f(release times) + d + f(tails) for an op, where f is for halves.
 
-        Without an op, return the larger of b + d + f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B +
-        min q.
+        Without an op, return the larger of b + d + f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min
+        q.
         """
         if not problem.sharded or (self.op is None and problem.compute != "one"):
             raise InputError("certificate: case 'sharded' (expected a shard, and one stream or an op)")

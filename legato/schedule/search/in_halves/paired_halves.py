@@ -1,8 +1,8 @@
 """Plans that send all messages in two halves, each at its best time.
 
-If the startup time of a message is a considerable part of the iteration, few messages are sent,
-and all computation waits for the last message. So each message is tried in two halves, a reduce-scatter during the
-backward pass and an all-gather when its result is needed.
+If the startup time of a message is a considerable part of the iteration, few messages are sent, and all computation
+waits for the last message. So each message is tried in two halves, a reduce-scatter during the backward pass and an
+all-gather when its result is needed.
 """
 
 from __future__ import annotations
