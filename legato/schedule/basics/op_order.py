@@ -82,7 +82,7 @@ class _Nearest:
             for dep in waits:
                 self.followers[dep].append(op)
         self.undone, self.passed = set(self.duration), set[int]()
-        self.ahead = {op: len(waits) for op, waits in self.waits.items()}  # of these, neither done nor passed
+        self.ahead = {op: len(waits) for op, waits in self.waits.items()}  # how many are left
         self.needs: dict[int, set[int]] = {}  # by op seen: the ops left to compute for it that take time
         self.left: dict[int, int] = {}  # by op seen: the time of these ops
         self.needed_by: defaultdict[int, list[int]] = defaultdict(list)

@@ -2,8 +2,8 @@
 
 All schedulers for parameter servers share `push_and_pull`, which pushes in ready order, then pulls in the scheduler's
 order, each slice from its server. `legato.core.placement` chooses the server of each slice, for tensors in the order of
-their creation. A workload does not record that order. It is replaced by the order in which the forward pass first reads
-the tensors, which is the same for models that are built layer by layer.
+their creation. A workload does not record that order. Instead, legato uses the order in which the forward pass first
+reads the tensors, which is the same for models that are built layer by layer.
 
 `random` is TensorFlow's behaviour, and the baseline of TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019, section
 2.2). All transfers of an iteration are requested when the graph starts, and arrive in any order; in 1,000 iterations of

@@ -1,8 +1,8 @@
 """Plans for messages and computation that share a machine: plan twice, and let the simulator choose.
 
-Messages and computation take time from each other (`Cluster.contention`). How much depends on when each message is
-being sent, which only the simulator knows. So messages are planned twice: with their cost during computation, and with
-their cost without computation.
+Messages and computation take time from each other (`Cluster.contention`). How much time they take depends on when each
+message is being sent, which only the simulator knows. So messages are planned twice: with their cost during
+computation, and with their cost without computation.
 """
 
 from __future__ import annotations

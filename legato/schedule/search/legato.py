@@ -22,13 +22,13 @@ If the startup time of a message is a considerable part of the iteration, few me
 tried in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as for sharded plans
 (`in_halves/`).
 
-All this is for the captured order of computation. In the graphs of a compiled model, the order is free, so other orders
-are planned for as well (`op_orders.py`). Sharded plans have their own search (`in_halves/sharded_plans.py`), which
-starts from plans found as above. If messages may be sent in a wire format, `legato` plans with the costs of exact and
-of rounded messages, and then rounds as few bytes as possible (`wire_format.py`). The plans of all other schedulers are
-candidates, too, so no other scheduler is faster. With more than `MOST_BLOCKS` tensors, PACE's plan comes first, then
-the search, and then the other schedulers until the best plan is within `gap` of the bound. So no other scheduler is
-faster by more than `gap`.
+Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
+other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
+(`in_halves/sharded_plans.py`), which starts from plans found as above. If messages may be sent in a wire format,
+`legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as possible
+(`wire_format.py`). The plans of all other schedulers are candidates, too, so no other scheduler is faster. With more
+than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers until the best plan
+is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 

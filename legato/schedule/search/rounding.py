@@ -1,9 +1,9 @@
 """The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
-Idea: a wire format has two bytes instead of four. This halves the cost of a message, but rounds its gradients. Most
-messages are hidden behind computation and need not be faster. So the fastest of several plans with everything rounded
-shows which time is possible. Then messages become exact again, as long as the iteration takes at most `TOLERANCE`
-longer. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
+Idea: a wire format stores a value in two bytes instead of four. This halves the cost of a message, but rounds its
+gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
+everything rounded shows which time is possible. Then messages become exact again, as long as the iteration takes at
+most `TOLERANCE` longer. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
 
 If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
 times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
@@ -88,11 +88,11 @@ def rounded(
     """Return one of these plans with as few bytes in a wire format as possible.
 
     The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans with everything exact or
-    everything rounded. If several plans round equally many bytes, the fastest one is returned, and the first one if
-    they are equally fast. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns
-    more plans for a given length of the iteration. With `divide`, all-reduces may be divided. If a plan already has
-    some messages in a wire format, its other messages become exact first. If `rounding` rounds all messages, the
-    fastest plan with everything rounded is returned.
+    everything rounded. If several plans round equally many bytes, the fastest plan is returned, or the first of equally
+    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns more plans
+    for a given length of the iteration. With `divide`, all-reduces may be divided. If a plan already has some messages
+    in a wire format, its other messages become exact first. If `rounding` rounds all messages, the fastest plan with
+    everything rounded is returned.
     """
     wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 

@@ -56,7 +56,7 @@ class DividedPairs:
     def __init__(self, sets: NestedSets, half_s: float, from_s: float, *, apart: bool = False) -> None:
         self.release_s, self.tail_s, self.work_s = sets.release_s, sets.tail_s, halved(sets.work_s)
         self.half_s, self.from_s, self.apart = half_s, from_s, apart
-        self.moment_s = 0.0  # a maximum for which the last time that fits is long enough
+        self.moment_s = 0.0  # the maximum found for the last time that fits
 
     def fits(self, seconds: float) -> bool:
         """Return whether the line of bytes can be divided among pairs that fit into this time."""
