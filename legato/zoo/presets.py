@@ -81,9 +81,9 @@ FRAMEWORKS = {
     )
 }
 #: Machines from data sheets, with the boards that have the fastest links (SXM). Memory is the size that drivers report,
-#: in whole GiB. `h100-500w` is the board of torchtitan's benchmarks. Published timings of 183 products on an A100 show waves of
-#: tiles (with waves the mean error is 5.2%, without 5.9%); timings on a B200 show none (MooreThreads/SimuMax@4dcaae5,
-#: configs/system).
+#: in whole GiB. `h100-500w` is the board of torchtitan's benchmarks. Published timings of 183 products on an
+#: A100 show waves of tiles (with waves the mean error is 5.2%, without 5.9%). Timings on a B200 show none
+#: (MooreThreads/SimuMax@4dcaae5, configs/system).
 MACHINES = {
     one.name: one
     for one in (

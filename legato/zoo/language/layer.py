@@ -102,7 +102,7 @@ def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after
 def _product_s(job: Job, m: float, k: float, n: float) -> float:
     """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
 
-    The same in all passes: of the result and of the gradients of both matrices, `waves` is the mean.
+    The time is the same in all passes: `waves` is the mean over the result and the gradients of both matrices.
     """
     waves = 1.0
     if (units := job.machine.multiprocessors) and m * k * n:
