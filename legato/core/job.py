@@ -127,7 +127,9 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the workers of a job are divided, as in torch's `DeviceMesh`: `order` names the dimensions, outermost first.
 
     Neighbours in the last dimension have neighbouring ranks. `expert` divides the dimension `data`: experts are
-    distributed over `expert` neighbours in it.
+    distributed over `expert` neighbours in it, and tensor-parallel workers divide each expert. With `expert_fold`, no
+    expert is divided: the `expert` workers over which experts are distributed are all workers of `tensor` and
+    `context`, and neighbours in `data` (MoE parallel folding, arXiv 2504.14960, section 3).
     """
 
     tensor: Int64 = 1
@@ -136,24 +138,48 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Int64 = 1
     expert: Int64 = 1
     order: tuple[Dimension, ...] = ("pipeline", "data", "context", "tensor")
+    expert_fold: bool = False
 
     def __post_init__(self) -> None:
         _within(self, (*DIMENSIONS, "expert"), most=_MOST_WORKERS)
         if sorted(self.order) != sorted(DIMENSIONS):
             raise InputError(f"order: {', '.join(self.order)} (expected each of {', '.join(DIMENSIONS)} once)")
-        if self.data % self.expert:
+        if self.expert_fold and self.expert % (self.tensor * self.context):
+            folded = self.tensor * self.context
+            raise InputError(f"expert: {self.expert} (expected a multiple of the {folded} workers of tensor x context)")
+        if self.data % self.data_expert:
             raise InputError(f"expert: {self.expert} (expected a divisor of the {self.data} workers of data)")
         if self.workers > _MOST_WORKERS:
             raise TooLargeError(f"mesh: {self.workers:,} workers (expected at most {_MOST_WORKERS:,})")
 
     def __str__(self) -> str:
         """The dimensions above 1 in words."""
-        sizes = [f"{name} {size}" for name in (*DIMENSIONS, "expert") if (size := getattr(self, name)) > 1]
+        sizes = [f"{name} {size}" for name in DIMENSIONS if (size := getattr(self, name)) > 1]
+        sizes += [self.experts_in_words] if self.expert > 1 else []
         return ", ".join(sizes) or "one GPU"
+
+    @property
+    def experts_in_words(self) -> str:
+        return f"expert {self.expert}{' folded' if self.expert_fold else ''}"
 
     @property
     def workers(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def data_expert(self) -> int:
+        """The neighbours in `data` over which experts are distributed."""
+        return self.expert // (self.tensor * self.context) if self.expert_fold else self.expert
+
+    @property
+    def expert_parts(self) -> int:
+        """The parts of a layer's experts, each of which `tensor` workers share."""
+        return self.expert // self.tensor if self.expert_fold else self.expert
+
+    @property
+    def expert_dimensions(self) -> tuple[str, ...]:
+        """The dimensions over which experts are distributed."""
+        return ("tensor", "context", "expert") if self.expert_fold else ("expert",)
 
     def offset(self, stage: int, gpus_per_host: int) -> int:
         """The place on its host of a stage's first worker. Groups of stages with the same offset lie alike."""
@@ -171,7 +197,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranges: list[range] = []
         offsets, stride = {0}, 1
         for name in reversed(self.order):
-            inside = {"data": (("expert", self.expert), ("replica", self.data // self.expert))}
+            inside = {"data": (("expert", self.data_expert), ("replica", self.data // self.data_expert))}
             for part, size in inside.get(name, ((str(name), getattr(self, name)),)):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
@@ -372,6 +398,8 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
                 f"replicas: {self.replicas} (expected a divisor of the {mesh.data} workers of data, and that these "
                 "shard parameters but no experts)"
             )
+        if mesh.expert_fold and mesh.tensor > 1 and not self.sequence_parallel:
+            raise InputError("expert_fold: true (expected sequence parallelism, as tensor is above 1)")
         if model.experts % mesh.expert:
             raise InputError(f"mesh.expert: {mesh.expert} (expected a divisor of the {model.experts} experts)")
 
@@ -391,7 +419,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         sizes = ", ".join(
             f"{name} {getattr(self.mesh, name)}" for name in self.mesh.order if getattr(self.mesh, name) > 1
         )
-        sizes += f", expert {self.mesh.expert}" if self.mesh.expert > 1 else ""
+        sizes += f", {self.mesh.experts_in_words}" if self.mesh.expert > 1 else ""
         sizes = f" ({sizes})" if sizes else ""
         chunks = f" with {self.chunks} chunks" if self.chunks > 1 else ""
         return (

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from msgspec.structs import replace
@@ -118,6 +119,7 @@ def _layout(job: Job) -> dict[str, Any]:
         "pipeline": job.mesh.pipeline,
         "data": job.mesh.data,
         "expert": job.mesh.expert,
+        "expert_fold": job.mesh.expert_fold,
         "schedule": job.schedule if job.mesh.pipeline > 1 else None,
         "chunks": job.chunks,
         "microbatch": job.microbatch,
@@ -172,10 +174,12 @@ def jobs(
                 data = gpus // (tensor * context * pipeline)
                 if pipeline > model.layers or batch % data:
                     continue
-                for expert in _divisors(data) if model.experts > 1 else (1,):
+                folds = (False, True) if model.experts > 1 and tensor * context > 1 else (False,)
+                for part, fold in product(_divisors(data) if model.experts > 1 else (1,), folds):
+                    expert = part * tensor * context if fold else part
                     if model.experts % expert:
                         continue
-                    mesh = Mesh(tensor, context, pipeline, data, expert)
+                    mesh = Mesh(tensor, context, pipeline, data, expert, expert_fold=fold)
                     yield from _of_mesh(name, model, mesh, framework, machine, batch // data)
 
 

@@ -75,7 +75,7 @@ def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
     each_pass = job.mesh.pipeline == 1  # the stages of a pipeline gather and reduce once a step
     weights = _PARAMETER * (part if job.shard == "parameters" and each_pass else whole)
     if job.shard == "parameters" and each_pass:
-        tensor, expert = job.mesh.tensor, job.mesh.expert
+        tensor, expert = job.mesh.tensor, job.mesh.expert_parts
         largest = max(sum(layer(job.model, mixture, tensor, expert)) for mixture in _kinds(job))
         weights += _PARAMETER * _GATHERED_LAYERS * largest
     divided = job.shard in ("gradients", "parameters") and each_pass

@@ -31,7 +31,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
     counts, mesh, mixtures = job.split, job.mesh, job.model.mixtures
     kinds = {
         mixture: _sharded(
-            job, layer.layer(job, mixture), layer_parameters(job.model, mixture, mesh.tensor, mesh.expert)
+            job, layer.layer(job, mixture), layer_parameters(job.model, mixture, mesh.tensor, mesh.expert_parts)
         )
         for mixture in {index in mixtures for index in range(job.model.layers)}
     }
@@ -102,7 +102,8 @@ def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> t
         sums = inside._replace(operation="all_reduce", dimensions=("replica",), nbytes=nbytes * owned(job, own))
         return (inside, sums) if operation == "reduce_scatter" else (inside,)
     shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)
-    replicas = shared._replace(dimensions=("replica", "context"), nbytes=nbytes * own.experts)
+    copies = ("replica",) if job.mesh.expert_fold else ("replica", "context")
+    replicas = shared._replace(dimensions=copies, nbytes=nbytes * own.experts)
     return (shared, replicas) if own.experts else (shared,)
 
 

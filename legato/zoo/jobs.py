@@ -41,6 +41,7 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
     pipeline: int = 1,
     data: int | None = None,
     expert: int = 1,
+    expert_fold: bool = False,
     gpus: int | None = None,
     order: Sequence[Dimension] = ("pipeline", "data", "context", "tensor"),
     microbatches: int = 1,
@@ -68,7 +69,7 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if data is None:
         data = 1 if gpus is None else max(1, gpus // max(1, math.prod(sizes.values())))
-    mesh = Mesh(**sizes, data=data, expert=expert, order=tuple(order))
+    mesh = Mesh(**sizes, data=data, expert=expert, order=tuple(order), expert_fold=expert_fold)
     if gpus is not None and mesh.workers != gpus:
         product = " x ".join(f"{one} {getattr(mesh, one)}" for one in DIMENSIONS)
         raise InputError(f"gpus: {gpus:,} (expected {mesh.workers:,}: {product})")

@@ -44,14 +44,17 @@ def small_job(draw, alone):
     if alone:
         hidden = (draw.choice(kinds[:3]),) if pipeline > 1 or shard in ("none", "optimizer") else ()
     expert = draw.choice([1, data]) if model is MIXTURE and shard in ("none", "optimizer") else 1
+    fold = expert > 1 and not alone and draw.random() < 0.5
+    expert *= tensor * context if fold else 1
     order = draw.sample(("data", "context"), 2) if alone else draw.sample(("pipeline", "data", "context", "tensor"), 4)
-    mesh = Mesh(tensor, context, pipeline, data, expert, ("pipeline", *order, "tensor") if alone else tuple(order))
+    order = ("pipeline", *order, "tensor") if alone else tuple(order)
+    mesh = Mesh(tensor, context, pipeline, data, expert, order, fold)
     hosts = stage if alone and pipeline > 1 else draw.choice([1, 2, 4, 8] if alone else [1, 2, 3, 4, 8])
     return job(
         model, mesh, Framework("x", hidden=hidden, divides_sends=not alone and draw.random() < 0.5),
         replace(LATENT, gpus_per_host=hosts), microbatches=2 * pipeline if alone else draw.choice([1, 2]) * pipeline,
         schedule=schedule, chunks=2 if schedule == "interleaved" else 1, shard=shard,
-        recompute=draw.choice(["none", "full"]), sequence_parallel=tensor > 1 and draw.random() < 0.5,
+        recompute=draw.choice(["none", "full"]), sequence_parallel=tensor > 1 and (draw.random() < 0.5 or fold),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
 from support.strategies import seeds
 
+import legato
 from legato import zoo
 from legato.core.errors import InputError
 from legato.core.job import HIDDEN, Framework, Mesh, WorkerGroup
@@ -190,6 +191,40 @@ def test_bytes_of_experts(expert):
     shared = parameters(MIXTURE) - experts
     replicas = 8 // expert
     assert sent(step, "data") == pytest.approx(2 * 2 * (shared * 7 / 8 + experts / expert * (replicas - 1) / replicas))
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(4, 1), (2, 2)])
+def test_folded_experts_are_whole(tensor, context):
+    """Each of eight workers has one whole expert, and computes what it computes if experts are divided."""
+    divided, folded = (
+        predict(job(MIXTURE, mesh, machine=PRODUCTS, sequence_parallel=True, shard="optimizer"))
+        for mesh in (
+            Mesh(tensor, context, data=2, expert=2),
+            Mesh(tensor, context, data=2, expert=8, expert_fold=True),
+        )
+    )
+    assert folded.computing_s == pytest.approx(divided.computing_s)
+    experts = 5 * 8 * 3 * 64 * 32
+    more = 2 * experts * (1 / (2 * tensor) - 1 / 8)
+    assert divided.memory.parameters - folded.memory.parameters == pytest.approx(more)
+    # both copies of a token may go to any worker, and its tensor-parallel gathers carry one copy instead of two
+    activation = 2 * 128 // context * 64
+    assert sent(folded, "expert") == pytest.approx(5 * 4 * 2 * activation / tensor * 7 / 8)
+    one_way = activation * (tensor - 1) / tensor
+    assert sent(divided, "tensor") - sent(folded, "tensor") == pytest.approx(5 * 5 * one_way)
+
+
+def test_layouts_with_folded_experts():
+    """NVIDIA's layout of DeepSeek-V3 on 1,024 GPUs; and what cannot be folded is refused in a line."""
+    layout = {"tensor": 2, "pipeline": 16, "data": 32, "expert": 64, "expert_fold": True}
+    one = legato.job("deepseek-v3", **layout, sequence_parallel=True, microbatches=16)
+    assert one.mesh.workers == 1024 and "expert 64 folded" in str(one)
+    with pytest.raises(InputError, match="expected sequence parallelism"):
+        legato.job("deepseek-v3", **layout)
+    with pytest.raises(InputError, match="expected a multiple of the 2 workers of tensor x context"):
+        legato.job("deepseek-v3", **layout | {"expert": 1}, sequence_parallel=True)
+    found = legato.layouts("mixtral-8x7b", gpus=8, batch=8, memory_nbytes=2**40)
+    assert any(step.job.mesh.expert_fold for step in found.best) and " folded" in str(found)
 
 
 def test_bytes_of_contexts_and_pipelines():

@@ -61,6 +61,12 @@ class Layout:
     pipeline: int | None = setting(None, "Stages of the pipeline.", show_default="1")
     data: int | None = setting(None, "Data-parallel replicas.", show_default="1, or what --gpus leaves")
     expert: int | None = setting(None, "Data-parallel neighbours that divide the experts.", show_default="1")
+    expert_fold: bool | None = setting(
+        None,
+        "Divide no expert: --expert counts the tensor- and context-parallel GPUs, too.",
+        "--expert-fold",
+        show_default="tensor-parallel GPUs divide each expert",
+    )
     gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="the product")
     order: str | None = setting(
         None, "Order of the dimensions, outermost first.", show_default="pipeline,data,context,tensor"
@@ -159,7 +165,7 @@ class Layout:
 #: The options that are parameters of `legato.job`, with their names there.
 _FIELDS = {
     **{name: name for name in (*DIMENSIONS, "expert", "gpus", "order", "microbatches", "chunks", "shard", "replicas")},
-    **{name: name for name in ("sequence_parallel", "overlap")},
+    **{name: name for name in ("expert_fold", "sequence_parallel", "overlap")},
     "microbatch_size": "microbatch",
     "pipeline_schedule": "schedule",
     "split": "layers",

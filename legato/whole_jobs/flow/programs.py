@@ -44,8 +44,9 @@ class _Program:
         self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
         self.known: dict[tuple[object, ...], Groups] = {}
         names = [part for name in job.mesh.order for part in (("replica", "expert") if name == "data" else (name,))]
-        sizes = {"replica": job.mesh.data // job.divided.expert} | {
-            name: getattr(job.divided, name) for name in ("tensor", "context", "pipeline", "expert")
+        mesh = job.divided
+        sizes = {"replica": mesh.data // mesh.data_expert, "expert": mesh.data_expert} | {
+            name: getattr(mesh, name) for name in ("tensor", "context", "pipeline")
         }
         ranks = np.arange(job.mesh.workers).reshape([sizes[name] for name in names])
         self.names = [name for name in names if name != "pipeline"]

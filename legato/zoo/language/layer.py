@@ -166,7 +166,12 @@ def _attention_s(job: Job) -> tuple[float, float]:
 
 def _rows(job: Job) -> float:
     """Return the number of rows that the experts of a worker compute if all experts have equal loads."""
-    return tokens(job) * job.model.active_experts
+    return tokens(job) * job.model.active_experts / (job.mesh.tensor if job.mesh.expert_fold else 1)
+
+
+def _inner(job: Job) -> float:
+    """Return the width of a worker's part of an expert."""
+    return job.model.expert_intermediate / (1 if job.mesh.expert_fold else job.mesh.tensor)
 
 
 def _grouped_s(job: Job) -> tuple[float, float, float]:
@@ -177,7 +182,7 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
     from measured kernels of B200 is 6%.
     """
     model, machine = job.model, job.machine
-    rows, inner = _rows(job), model.expert_intermediate / job.mesh.tensor
+    rows, inner = _rows(job), _inner(job)
     number = 3 if model.family == "llama" else 2
     weights = model.experts / job.mesh.expert * model.hidden * inner
     flops_s = 2 * rows * model.hidden * inner / (machine.flops_per_s * machine.grouped_efficiency)
@@ -195,7 +200,7 @@ def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
     else:
         rotated = (model.heads / tensor + 1) * model.latent.rope
     inner = tokens(job) * (model.shared_intermediate if mixture else model.intermediate) / tensor
-    inner += _rows(job) * model.expert_intermediate / tensor if mixture else 0
+    inner += _rows(job) * _inner(job) if mixture else 0
     gated = _GATED if fused else _GATED_UNFUSED
     counts = [
         (2 * width(job), _NORM if fused else _NORM_UNFUSED),
@@ -215,10 +220,17 @@ class _Sends(NamedTuple):
 
 
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
-    """Return the exchanges of a layer by kind; tensor parallelism sends all rows of a mixture's experts."""
+    """Return the exchanges of a layer by kind.
+
+    If tensor-parallel workers divide each expert, they send all rows of the experts; otherwise only those of the MLP to
+    which all tokens go.
+    """
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:
-        both = _tensor(job, activation), _tensor(job, activation * job.model.active_experts)
+        copies = job.model.active_experts
+        if job.mesh.expert_fold:
+            copies = 1 if job.model.shared_intermediate else 0
+        both = _tensor(job, activation), _tensor(job, activation * copies) if copies else _Sends()
         tensor = _Sends(*(a + b for a, b in zip(*both, strict=True)))
     else:
         tensor = _Sends(*(tuple(one._replace(times=2 * one.times) for one in a) for a in _tensor(job, activation)))
@@ -263,10 +275,11 @@ def _expert(job: Job) -> _Sends:
     If the framework sends only one copy of a token to each host, the k copies of a token cause n (1 - (1 - 1/n)^k)
     sends on average for n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).
     """
-    nbytes, copies = 2 * _rows(job) * job.model.hidden / job.mesh.tensor, job.model.active_experts
-    if job.framework.deduplicates and (hosts := job.group("expert").hosts) > 1:
+    dimensions, copies = job.mesh.expert_dimensions, job.model.active_experts
+    nbytes = 2 * tokens(job) * copies * job.model.hidden / job.mesh.tensor
+    if job.framework.deduplicates and (hosts := job.group(*dimensions).hosts) > 1:
         nbytes *= hosts * (1 - (1 - 1 / hosts) ** copies) / copies
-    both = (Exchange("expert", "all_to_all", ("expert",), nbytes, 2),)
+    both = (Exchange("expert", "all_to_all", dimensions, nbytes, 2),)
     return _Sends(both, (), both)
 
 

@@ -94,7 +94,7 @@ def held(job: Job, stage: int) -> Parameters:
     mixtures = sum(index in model.mixtures for index in range(first, first + counts[stage]))
     total = Parameters(0)
     for mixture, number in ((False, counts[stage] - mixtures), (True, mixtures)):
-        total = total.plus(layer(model, mixture, mesh.tensor, mesh.expert), number)
+        total = total.plus(layer(model, mixture, mesh.tensor, mesh.expert_parts), number)
     total = total.plus(embeddings(job)) if stage == 0 else total
     return total.plus(output(job)) if stage == len(counts) - 1 else total
 
@@ -103,7 +103,7 @@ def owned(job: Job, parameters: Parameters) -> float:
     """Return how many of these parameters one worker owns if data-parallel workers divide them."""
     mesh = job.mesh
     ranks = mesh.data * mesh.context // job.replicas
-    return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
+    return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert_parts)
 
 
 def model_flops(model: LanguageModel) -> float:
