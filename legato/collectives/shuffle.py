@@ -1,4 +1,4 @@
-"""Shuffle: each rank receives its part from all other ranks, adds it up, and sends back the sum (Caramel, section 2)."""
+"""Shuffle: each rank gets its part from all other ranks, adds it up, and sends back the sum (Caramel, section 2)."""
 
 from __future__ import annotations
 

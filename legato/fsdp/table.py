@@ -223,8 +223,8 @@ def compare_traced(
 ) -> Comparison:
     """Compare time and memory of the traced groups (in the first row) and of other groups.
 
-    The optimizer takes `update_s` seconds of a step. Memory is that of FSDP2's buffers only, because a trace does not
-    tell the rest. Rows that are both slower and larger than the traced groups are left out.
+    The optimizer takes `update_s` seconds of a step. Memory counts only FSDP2's buffers, because a trace does not tell
+    the rest. Rows that are both slower and larger than the traced groups are left out.
     """
     return _Table(units, costs, precision, node, traced.micro_batches, update_s * costs.ranks, traced).compare()
 
