@@ -184,7 +184,7 @@ class _Graph:
                 columns.describe(row, Arguments(dims=_raw(shapes[0]), types=_raw(types[:1] * len(shapes[0]))))
 
     def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
-        """The step's ops with their dependencies; an op outside all known operators depends on the op before it."""
+        """Return the step's ops with their dependencies. An op outside known operators depends on the op before it."""
         interval = step.interval.start_s, step.interval.end_s
         nodes = _innermost(step, self._by_row(step.trace, step.trace.operator, *interval))
         writer: dict[int, int] = {}

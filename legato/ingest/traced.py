@@ -112,14 +112,14 @@ class Notes:
     assumed: list[str] = field(default_factory=list)
 
     def lacks(self, missing: str, assumed: str | None = None) -> None:
-        """Note what the trace lacks, and what is assumed instead."""
+        """Record what the trace lacks, and what is assumed instead."""
         if missing not in self.missing:
             self.missing.append(missing)
         if assumed is not None:
             self.assume(assumed)
 
     def assume(self, assumed: str) -> None:
-        """Note an assumption."""
+        """Record an assumption."""
         if assumed not in self.assumed:
             self.assumed.append(assumed)
 

@@ -1,2 +1,5 @@
-"""The iterations of one job: each worker's computation (`compute.py`) and the messages around it become a graph
-(`unroll.py`), which is run (`run.py`) and read (`result.py`)."""
+"""The iterations of one job as a graph.
+
+Each worker's computation (`compute.py`) and its messages become a graph (`unroll.py`). `run.py` runs the graph, and
+`result.py` reads the result.
+"""

@@ -1,3 +1,6 @@
-"""The network: hosts and their links (`network.py`), the switches above them (`switches.py`), temporary slowdowns
-(`disturbances.py`), and the ways to send (`topology.py`; `alone.py`, if one worker stands for all).
+"""The network of a flow simulation.
+
+It has hosts and their links (`network.py`), the switches above them (`switches.py`), temporary slowdowns
+(`disturbances.py`), and the ways to send (`topology.py`, or `alone.py` if only one of many identical workers is
+simulated).
 """
