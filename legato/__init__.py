@@ -109,7 +109,7 @@ _WITH_TORCH = {
     "fully_shard": "legato.pytorch.fully_shard",
     "parameter_servers": "legato.pytorch",
 }
-#: Names that are loaded when they are first used: the module of each, with its name there if that is another.
+#: Names that are loaded when they are first used, each with its module, and with its name in that module if different.
 _LAZY = {
     "Bound": "legato.schedule.bound.lower_bound",
     "advise": "legato.advice:of_traces",
@@ -138,13 +138,13 @@ def plan(
     """Plan the gradient transfers of a workload on a cluster.
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
-    `SERVER_SCHEDULERS` for a cluster with parameter servers. It may also be a function of your own. `options` are the
-    scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option, and whatever the scheduler
+    `SERVER_SCHEDULERS` for a cluster with parameter servers. `scheduler` may also be your own function. `options` are
+    the scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option, and whatever the scheduler
     raises.
 
-    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: of all ways to shard the model that are predicted to
-    be within 1% of the fastest, the simplest. Its options are the fields of `legato.fsdp.table.Sharding`:
-    `memory_bytes`, `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` returns the whole table.
+    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model within 1% of the
+    predicted time of the fastest way. Its options are the fields of `legato.fsdp.table.Sharding`: `memory_bytes`,
+    `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` returns the whole table.
     """
     if options.get("shard") == "parameters":
         from legato.fsdp.table import plan_wrapping
@@ -191,7 +191,7 @@ def simulate(
     return simulate_flow(workload, plan, fabric, Network.of(cluster), keep_transfers=False).timeline()
 
 
-if not TYPE_CHECKING:  # else every misspelt name would have a type
+if not TYPE_CHECKING:  # otherwise, type checkers would accept every misspelt name
     if find_spec("torch") is None:  # `from legato import *` and `help(legato)` touch every name
         __all__ = [name for name in __all__ if name not in _WITH_TORCH]
 

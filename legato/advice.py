@@ -1,9 +1,9 @@
-"""The cost of communication in a traced job, what a better plan would save, and whether that is worth a change.
+"""Advice on a traced job: the cost of communication, the gain from a better plan, and whether a change is worth it.
 
 A verdict never compares a prediction with a measurement. The parts of a step and the difference between two jobs are
-measured: they are medians over the steps, which a single odd step does not change. The gain from a plan is predicted,
-as a share of the predicted time of the traced plan. The difference between that predicted time and the measured step
-tells how far to trust the other predictions.
+measured, as medians over the steps, which a single odd step does not change. The gain from a plan is predicted, as a
+share of the predicted time of the traced plan. The difference between the traced plan's predicted time and its measured
+time tells how far to trust other predictions.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ class Advice(msgspec.Struct, frozen=True):
     """The advice on a job, from its traces.
 
     Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks, and `measured_s`
-    is the one of `rank`. `error` is the relative error of the traced plan's prediction (0.1: it is 10% longer than
-    `measured_s`; None if the plans are for another network). `predictions` begin with the traced plan. `gap` is how far
-    legato's plan is above `lower_bound_s`. If nothing can be predicted, these fields are empty or None, and `lacking`
-    says why. `code` is the line to try. `missing` lists what the traces lack, and `assumed` what is assumed instead.
-    `groups` are FSDP2's groups, and `costs` the costs of its collectives. `comparison` has the traced groups in its
-    first row and other groups in the following rows. `traffic` has the kinds of communication if the job sends more
-    than gradients. `step_s` is the traced time of the step of all ranks, and `replayed_s` the time of the same step in
-    a replay.
+    is the median step of `rank`. `error` is the relative error of the traced plan's prediction (0.1: the predicted time
+    is 10% longer than `measured_s`; None if the plans are for another network). `predictions` begin with the traced
+    plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
+    predictions are empty or None, and `lacking` says why. `code` is the line to try. `missing` lists what the traces
+    lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` the costs of its
+    collectives. `comparison` has the traced groups in its first row and other groups in the following rows. `traffic`
+    has the kinds of communication if the job sends more than gradients. `step_s` is the traced time of the step of all
+    ranks, and `replayed_s` the time of the same step in a replay.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def times_of(steps: Iterable[RankMeasure]) -> tuple[RankTimes, ...]:
-    """Return the times of each rank over all steps."""
+    """Return the times of each rank, as statistics over all its steps."""
     ranks: dict[int, list[RankMeasure]] = {}
     for step in steps:
         ranks.setdefault(step.rank, []).append(step)
@@ -249,8 +249,8 @@ def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
 def advise(imported: Imported, cluster: Cluster | None = None, workers: int | None = None) -> Advice:
     """Judge a job by its traces.
 
-    `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack what a
-    plan needs, the verdict says what is missing, and still where the time goes.
+    `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack
+    something that a plan needs, the verdict says what is missing. It still says where the time goes.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
     if found.lacking:
@@ -299,7 +299,7 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
 
 
 def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
-    """Say how much of a step ranks wait for a kind of traffic, and how much faster links would save."""
+    """Say how long ranks wait for a kind of traffic, and how much time faster links would save."""
     hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
     return (
         f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
@@ -417,7 +417,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Return sentences as `_verdict` does, and the row to try: one that needs no more memory, if it saves enough."""
+    """Return the sentences of a verdict on groups, and the row to try: without more memory, if that saves enough."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -457,9 +457,10 @@ def _too_close(win: float, off: float, of: str) -> str:
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
-    """Return DDP's fastest buckets, on a tie the least change, and the code for them ("" for the traced buckets).
+    """Return DDP's fastest buckets, and the code for them ("" for the traced buckets).
 
-    Candidates are the traced buckets, DDP's default buckets, and buckets with each cap in `_CAPS_MIB`.
+    Candidates are the traced buckets, DDP's default buckets, and buckets with each cap in `_CAPS_MIB`. On a tie, the
+    least change is best.
     """
     tried = {"": traced, "DistributedDataParallel(model)": ddp(workload, cluster)}
     for cap in _CAPS_MIB:
@@ -475,7 +476,7 @@ def _verdict(
 ) -> tuple[list[str], str]:
     """Return sentences, the most important first, and the code to try.
 
-    `lines` say what else iterations wait for.
+    `lines` are sentences about everything that iterations wait for.
     """
     _, stock, ours = predictions
     off = abs(error or 0.0)
@@ -529,7 +530,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return a time as the mean over the ranks of each rank's median over the steps."""
+    """Return the mean over the ranks of a time, which is a median over the steps of each rank."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -555,7 +556,7 @@ def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
 def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
     """Return the tables and lines of a verdict in reading order, without the code to try.
 
-    `changed` are the sentences that `changes` returned for this job and an earlier one.
+    `changed` are the sentences that `changes` returned for this job and an earlier job.
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
     found: list[TextTable | str] = [_times_table(advice)]
@@ -609,7 +610,7 @@ class Verdict:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the same as HTML for notebooks, after a picture of the parts of each rank's iteration."""
+        """Return the verdict as HTML for notebooks, below a picture of the parts of each rank's iteration."""
         shown = []
         for advice, parts in self.said():
             bars = [(f"rank {rank.rank}", rank.parts, str(rank.iteration_s)) for rank in _shown(advice.ranks)]
@@ -624,7 +625,7 @@ class Verdict:
         return "".join(shown)
 
     def sections(self) -> tuple[ModelReport, ...]:
-        """Return a section of a page for each job."""
+        """Return one section of a page for each job."""
         return tuple(
             ModelReport(
                 advice.name,
@@ -655,11 +656,11 @@ def of_traces(
 ) -> Verdict:
     """Return where the time of a traced job goes, and what a better plan would save.
 
-    `traces` are traces of torch.profiler, one per rank, or the folder that holds them, also with execution traces. A
-    second trace of a rank is taken to come from the job after a change. `cluster` is the network to plan for, by
-    default the traced one, with `workers` workers. Plans are for `rank` and `step`. `transfer` has `PATTERN=COLLECTIVE`
-    for each kernel that legato does not know. `say` is called with each note about traces that are left out. Raises
-    `InputError`, and `FileError` on a wrong file.
+    `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. They may include
+    execution traces. If a rank has a second trace, the second trace is taken to come from the job after a change.
+    `cluster` is the network to plan for, by default the traced network, with `workers` workers. Plans are for `rank`
+    and `step`. `transfer` has `PATTERN=COLLECTIVE` for each kernel that legato does not know. `say` is called with each
+    note about files that are left out. Raises `InputError`, and `FileError` on a wrong file.
     """
     paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
     files = in_folders([Path(path) for path in paths], say)
@@ -808,7 +809,7 @@ def _longest(advice: Advice) -> str:
 
 
 def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
-    """Return a table of FSDP2's groups in forward order, with equal neighbors in one row."""
+    """Return a table of FSDP2's groups in forward order, with one row for neighbouring groups that are alike."""
 
     def alike(group: ShardedGroup) -> tuple[object, ...]:
         return len(group.modules), group.gathered, group.scattered, group.reshard, group.ahead

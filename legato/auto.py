@@ -1,7 +1,8 @@
 """`legato.distribute`: train by a given plan, or make the plan from the first steps of training.
 
 docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run twice. If no plan
-can be made (for example, because no two steps agree), DDP sends the gradients on all ranks, and rank 0 says why.
+can be made (for example, because no two steps agree), DDP sends the gradients on all ranks, and rank 0 prints the
+reason.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 
-#: Steps that are ignored at the start, and then steps that are observed.
+#: The number of steps that are ignored at the start, and the number of steps that are then observed.
 WARMUP_STEPS, OBSERVED_STEPS = 2, 10
-#: Seconds after which planning fails. The other ranks wait; under NCCL they give up after ten minutes.
+#: Planning fails after this time, in seconds. Meanwhile, all ranks but 0 wait; under NCCL they give up after ten
+#: minutes.
 PLANNING_S = 300.0
-#: Columns of the matrices that multiply the weights, as computation during messages.
+#: The matrices that are multiplied by the weights, as computation during messages, have this number of columns.
 _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
@@ -70,26 +72,27 @@ def distribute(  # noqa: PLR0913
             framework's). Any other module is wrapped; its parameters must be on their final device and in their
             final dtype.
         optimizer: a `torch.optim.Optimizer` with parameters of the model. Without an optimizer, parameters are updated
-            when `step()` is called, not when they are read; it can be given later, in another call. An optimizer that
-            is not torch's is left alone.
+            when `step()` is called, not when they are read. The optimizer can also be given later, in another call.
+            legato does not change an optimizer of any other class.
         plan: `"auto"` to make plans from the first 12 steps of training, and to keep the plan that is fastest in the
             next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
             only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, each rank has all
             states until the plan is made. A sharded plan needs no `shard`.
         wire: `"bf16"` or `"fp16"` to send gradients in that format, but only as many as the planner finds necessary;
-            `"all-bf16"` or `"all-fp16"` to send all of them so, as torch's compression hooks do. See docs/wire.md. A
-            plan whose messages are already in such a format needs no `wire`.
+            `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. A
+            plan whose messages already have a wire format needs no `wire`.
         error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
-            If None, rank 0 only logs such a change.
+            If None, rank 0 only logs the change.
         current: names of parameters, or patterns as in a shell. These parameters are up to date when `step()` returns,
             for code that reads them where legato cannot see it.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`). If None, the
-            value of `$LEGATO_DEBUG` counts. See `legato.pytorch.runtime.sending.debug`.
-        flight_dir: the directory for the record of the last messages after a failure. If None, it is the value of
-            `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See `legato.pytorch.network.watchdog`.
+            value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
+        flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
+            value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
+            `legato.pytorch.network.watchdog`.
         options: arguments of `DistributedDataParallel` for a module that is not wrapped yet.
 
     Returns:
@@ -98,7 +101,7 @@ def distribute(  # noqa: PLR0913
     Raises:
         InputError: no process group is initialized, or an argument is not as described.
         PlanError: the plan is for another model, or this runtime cannot run it.
-        RankError: the ranks do not have the same model, optimizer and plan. It is raised on every rank.
+        RankError: the ranks do not have the same model, optimizer and plan. Every rank raises this error.
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
@@ -145,7 +148,7 @@ def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
 
 
 def in_wire(plan: Plan, wire: Rounding) -> Plan:
-    """Return the plan with all messages rounded if `wire` is `all-...`, and otherwise as it is.
+    """Return the plan with all messages rounded if `wire` is `all-...`, and otherwise the unchanged plan.
 
     Raises `InputError` if the plan is sharded, or if `wire` is a format that its messages do not have.
     """
@@ -267,7 +270,7 @@ def _said(error: Exception) -> str:
 def _planned(contest: Contest) -> list[Plan]:
     """Return the plans of a contest, made in a separate process.
 
-    So the training process imports no compiler, and its changes to Python do not affect planning.
+    In this way, the training process imports no compiler, and a script's changes to Python do not affect planning.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -286,7 +289,7 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return computation like the model's without input: products with its weights. None if it has no matrix.
+    """Return computation like the model's, without its inputs: products with its weights. None without a matrix.
 
     The weights used have at most `_MOST_WEIGHTS` elements in all, unless the first weight has more.
     """
@@ -306,7 +309,7 @@ def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
 def _undisturbed(workload: Workload, plan: Plan, cluster: Cluster) -> Workload:
     """Return the workload without the time that packing and messages took from the observed backward passes.
 
-    The last message does not count, since it is sent when the backward pass ends.
+    The last message takes no time from the backward pass, since it is sent when the pass ends.
     """
     contention = cluster.contention
     backward_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))

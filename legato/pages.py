@@ -1,4 +1,4 @@
-"""Pages of any values: each value is drawn, and values of one job are drawn together."""
+"""Pages that show any values. Values of one job are drawn together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
     """Return the section that shows the given values.
 
-    If they include a workload and a cluster, but no timeline and no measurement, plans are made, and `say` is called.
+    Given a workload and a cluster, but no timeline or measurement, it makes plans and calls `say` with a note.
     """
     timelines, measured = found.timelines(), found.one(Measurement)
     workload, cluster = found.one(Workload), found.one(Cluster)
@@ -138,7 +138,7 @@ class Given(NamedTuple):
     def timelines(self) -> tuple[Timeline, ...]:
         """Return the timelines, each after its baseline.
 
-        If several have the same name and source, the names of their files are added to their names.
+        If several timelines have the same name and source, the names of their files are added.
         """
         given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
         found = [
@@ -175,7 +175,7 @@ def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
 
 
 def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
-    """Return the timelines with equal names together, predicted before measured, starting with the names in `first`."""
+    """Return the timelines sorted by name (the names in `first` come first), predicted before measured."""
     names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 

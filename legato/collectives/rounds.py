@@ -4,9 +4,9 @@ An algorithm divides a message into equal parts and has two halves. In the first
 receive to their own, until some rank has the complete sum of each part. In the second half, the complete parts are
 distributed.
 
-[Note: blocks] A transfer carries a block of neighbouring parts. In the first half, one part of the block has the same
-number as the receiver; in the second half, as the sender. If there are fewer parts than ranks, numbers are taken modulo
-the number of parts.
+[Note: blocks] A transfer carries a block of neighbouring parts. In the first half, the receiver's number is also the
+number of a part in the block; in the second half, the sender's number is. If there are fewer parts than ranks, the
+numbers of ranks are taken modulo the number of parts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Round(NamedTuple):
     """A round in which each of `senders` sends a block of parts ([Note: blocks]), all at the same time.
 
     The receivers of rank r are the ranks r + `shifts`, modulo the number of ranks. With `flip`, the receiver is the
-    rank with these bits of its number flipped. The round is repeated `laps` times; each time, senders pass on what they
-    received the time before.
+    rank with these bits of its number flipped. The round runs `laps` times, and each time the senders pass on the block
+    that they received the time before.
     """
 
     senders: range
@@ -34,7 +34,7 @@ class Round(NamedTuple):
 
 
 def back(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """Return a second half: the first half reversed in time, one receiver in each round. It returns the blocks."""
+    """Return a second half: the first half reversed in time, so that receivers return blocks to one rank per round."""
     return tuple(
         one._replace(
             senders=range(one.senders.start + shift, one.senders.stop + shift, one.senders.step), shifts=(-shift,)
@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The transfers of one rank in one round; an empty step if the rank has none."""
+    """The transfers of one rank in one round. A rank without transfers has an empty step."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
@@ -75,8 +75,8 @@ class Rounds(NamedTuple):
 class Algorithm(NamedTuple):
     """An all-reduce algorithm; `make` returns its rounds among two or more ranks.
 
-    `latencies` returns the number of consecutive transfers that the smallest message needs. It is None if that is the
-    number of rounds; it is less if no rank takes part in all rounds.
+    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if this
+    is the number of rounds. The number is smaller if no rank takes part in all rounds.
     """
 
     make: Callable[[int], Rounds]
@@ -97,7 +97,7 @@ class Algorithm(NamedTuple):
     def cost(self, ranks: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
         """Return (alpha, beta) of an all-reduce: all rounds one after another (MG-WFBP, Table II).
 
-        `latency` is the latency of a transfer, and `send` the part of it for which the sender is busy (seconds). `byte`
+        `latency` is the latency of a transfer in seconds, and `send` is the part for which the sender is busy. `byte`
         is the time to send a byte, and `reduce` the time to add a byte up (seconds).
         """
         parts, (rounds, further, there), (others, more, again) = _loads(self, ranks)
@@ -111,7 +111,7 @@ class Algorithm(NamedTuple):
         return rounds * latency, byte * sent / parts
 
     def pairs(self, ranks: int) -> list[tuple[int, int]]:
-        """Return the pairs (sender, receiver) of the first half."""
+        """Return the pairs (sender, receiver) that occur in the first half."""
         return [
             (rank, (rank + shift) % ranks ^ one.flip)
             for one in self.rounds(ranks).reduce
@@ -150,7 +150,7 @@ def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...]
 
 @functools.lru_cache(1024)
 def _loads(algorithm: Algorithm, ranks: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """Return the number of parts, and for each half (rounds, sends that wait for sends of the round, parts sent)."""
+    """Return the number of parts, and for each half (rounds, sends that wait for another send, parts sent)."""
     parts, *halves = algorithm.rounds(ranks)
     first, second = (
         (

@@ -18,7 +18,7 @@ def _rounds(ranks: int) -> Rounds:
 
 def _latencies(ranks: int) -> int:
     height = (ranks - 1).bit_length()
-    # if a rank is missing, no rank is as many hops from the root as the tree is high
+    # if n is below a power of two, every rank has fewer hops to the root than the tree is high
     return 2 * (height - (ranks < 1 << height))
 
 

@@ -1,8 +1,8 @@
-"""The axes of networks and fabrics in one table: each property that can be chosen, with its names.
+"""A table of the axes of networks and fabrics: all properties that a user can choose, with their names.
 
-Each axis is an option of `legato simulate` and `legato sweep`, and a value in each cell of a sweep. If it has a
-`column`, a sweep can vary it: the axis then has a column in tables, and can be an axis of plots. To add an axis, add it
-here and to the part of the simulator that reads it: a field of `Network`, or of a fabric.
+Each axis is an option of `legato simulate` and `legato sweep`, and a value in each cell of a sweep. A sweep can vary an
+axis that has a `column`: then the axis is a column of tables, and can be an axis of plots. To add an axis, add it to
+this table, and as a field to `Network` or a fabric, which the simulator reads.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ __all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """A property of a network or a fabric that can be chosen."""
+    """A property of a network or a fabric that a user can choose."""
 
     name: str  # the name of the option
     help: str
     type: Any = str  # the type of values; `parse` converts texts to other values, and raises `InputError`
-    default: Any = None  # the default, as a user would type it
+    default: Any = None  # the default value, as a user would type it
     _: KW_ONLY
-    shown: str = ""  # the default, in words
+    shown: str = ""  # the default value, in words
     field: str = ""  # the field of the simulator's `Network` or fabric, and of rows; by default the name
     parse: Callable[[str], Any] | None = None
     metavar: str = ""  # by default a word for the type
     least: int | None = None
     most: int | None = None
-    in_cluster: bool = False  # a cluster file has this value, too
+    in_cluster: bool = False  # whether a cluster file also has this value
     # whether it describes a machine's links, or the network that connects machines and its disturbances
     part: Literal["", "links", "switches"] = ""
-    each_job: bool = False  # jobs that share a network may have different values
+    each_job: bool = False  # whether jobs that share a network may have different values
     column: str = ""  # the head of its column; a sweep can vary an axis only if it has a column
-    repeated: bool = False  # each value needs its own option, as values contain commas
+    repeated: bool = False  # whether each value needs its own option, because values contain commas
     write: Callable[[Any], str] = str
     words: str = ""  # the words for titles: {} becomes the value, and {s} a plural; by default none
     title: str = ""  # the label of a plot's axis; by default the head of the column
-    more_is_better: bool | None = None  # whether a higher value should make iterations faster (True) or slower (False)
+    more_is_better: bool | None = None  # whether a higher value makes iterations faster (True) or slower (False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "field", self.field or self.name)
@@ -154,5 +154,5 @@ FABRIC = (
 BY_NAME = {axis.name: axis for axis in (*NETWORK, *FABRIC)}
 #: The axes of sweeps.
 SWEPT = tuple(axis for axis in NETWORK if axis.column)
-#: The only axis of sweeps that belongs to fabrics: its value is 0 in cells with a fabric without servers.
+#: The only axis of sweeps that belongs to fabrics. Its value is 0 in cells whose fabric has no servers.
 SERVERS = BY_NAME["servers"]

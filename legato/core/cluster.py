@@ -29,7 +29,8 @@ __all__ = [
 
 #: The largest relative error that counts as an exact fit.
 _FITS = 1e-3
-#: A line with a larger relative error at a measured size is rejected; an error above the second limit is reported.
+#: A line is rejected if its relative error at a measured size is above the first limit. An error above the second limit
+#: is reported in `off`.
 _CLOSE, _OFF = 0.1, 0.2
 _MOST_POINTS = 256
 _ROUNDING = 1e-9
@@ -40,9 +41,9 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     The floor is the work that a backend does on the hosts while it sends. For small messages this work takes longer
     than the network; for large messages it is hidden. If a collective has several algorithms, no line fits its times.
-    Then `points` has measured (bytes, seconds), and the cost is interpolated between them; the line is below all
-    points, and there is no floor. `off` is the largest relative error of the cost at a measured size, or 0 if that is
-    small.
+    In that case, `points` has measured (bytes, seconds), and the cost is interpolated between them; the line is below
+    all points, and there is no floor. `off` is the largest relative error of the cost at a measured size, or 0 if that
+    is small.
     """
 
     alpha_s: float
@@ -94,7 +95,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """Return the cost without the floor, as a number of type `number`."""
+        """Return the seconds of a message of `nbytes` bytes without the floor, as a number of type `number`."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -186,7 +187,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (alpha, beta) of the straight line that best fits (bytes, seconds) samples of at least two sizes."""
     weight = math.fsum(1 / y for _, y in points)
     level = len(points) / weight
-    # subtracted from the sizes, so that close sizes do not cancel
+    # subtracted from all sizes, against cancellation between close sizes
     middle = math.fsum(x / y for x, y in points) / weight
     spread = math.fsum((x - middle) ** 2 / y for x, y in points)
     beta = math.fsum(x - middle for x, _ in points) / spread
@@ -217,28 +218,28 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
 
 
 def _halved(cost: LinearCost) -> LinearCost:
-    """Return a cost at which each message takes what half its bytes take now."""
+    """Return the cost at which a message takes as long as a message of half its bytes takes now."""
     points = tuple((2 * x, y) for x, y in cost.points)
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
 
 def _flat(cost: LinearCost) -> LinearCost:
-    """Return a cost at which every message takes as long as the smallest one."""
+    """Return the cost at which every message takes as long as the smallest message takes now."""
     return LinearCost(cost.startup_s, 0.0)
 
 
-#: Kinds of all-reduce that cannot be sent in halves, because halfway no worker has the whole sum of its part. The last
+#: Kinds of all-reduce that cannot be sent in halves, because no worker has the whole sum of its part halfway. The last
 #: three are fabrics of the flow simulator.
 UNDIVIDED = (*(name for name in COLLECTIVES if name not in DIVIDED), "butterfly", "ring-whole", "ring+multicast")
 
-#: torch's backends that a plan can be made for. A plan for `any` runs on all of them.
+#: The backends of torch for which a plan can be made. A plan for `any` runs on all backends.
 BACKENDS = ("any", "gloo", "nccl")
 
 
 def carries_out(backend: str, collective: str) -> bool:
-    """Return whether a collective can run on a backend of torch: the backend's own collective, or a ring.
+    """Return whether a backend of torch can run a collective: it can run its own collective, and a ring.
 
-    A backend may run a ring by any algorithm. Over gloo, legato itself runs the other collectives.
+    A backend may run a ring with any algorithm. Over gloo, legato itself runs all other collectives of `COLLECTIVES`.
     """
     return collective in ("ring", backend) or (backend == "gloo" and collective in COLLECTIVES)
 
@@ -246,8 +247,8 @@ def carries_out(backend: str, collective: str) -> bool:
 #: The name of the cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
-#: Seconds for which a send keeps its sender busy, if that was not measured. This time is a part of the latency, and
-#: never more than the latency.
+#: The assumed seconds for which a send keeps its sender busy, if this time was not measured. It is a part of the
+#: latency, and never more than the latency.
 SEND_S = 5e-6
 
 
@@ -278,8 +279,9 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     If workers compute all the time while a message of n bytes is in flight, the message takes `delay.cost(n)` seconds
     longer, and computation loses `overhead.cost(n)` seconds of the processor (the overhead o of LogP, per message, and
-    of LogGPO, per byte). If workers compute during a fraction of that time, delay and overhead count by the same
-    fraction. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its message.
+    of LogGPO, per byte). If workers compute during only a fraction of the message, only this fraction of delay and
+    overhead counts. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its
+    message.
     """
 
     delay: LinearCost
@@ -305,13 +307,13 @@ class Cluster(
 
     `collectives` maps the name of each collective to its cost on these workers; the first one is the default.
     `bandwidth_bps` (bits per second in one direction of a worker's link) and `latency_s` (seconds for one hop) are the
-    values from which the costs were derived. They are None if the costs were measured. `send_s` (seconds) is the part
-    of the latency for which a send keeps its sender busy: messages that a worker sends together start `send_s` apart.
-    If it is None, it was not measured, and `SEND_S` is assumed. `reduce_s_per_byte` is the time to add one byte of one
-    gradient to another. `depths` has the measured costs of collectives that are pipelined in chunks, by name, then by
-    depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an averaged gradient from its message into the
-    gradient that the optimizer reads. `contention` is None if computation and messages do not slow each other down, for
-    example because a network card sends the messages.
+    values from which the costs were derived. `bandwidth_bps` and `latency_s` are None if the costs were measured.
+    `send_s` (seconds) is the part of the latency for which a send keeps its sender busy: messages that a worker sends
+    together start `send_s` apart. If `send_s` is None, it was not measured, and `SEND_S` is assumed.
+    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` has the measured costs of
+    collectives that are pipelined in chunks, by name, then by depth (at least 2). `unpack_s_per_byte` is the time to
+    copy a byte of an averaged gradient from its message into the gradient that the optimizer reads. `contention` is
+    None if computation and messages do not slow each other down, for example because a network card sends the messages.
     """
 
     workers: Int64
@@ -391,7 +393,7 @@ class Cluster(
         )
 
     def __str__(self) -> str:
-        """Return a line about the machines, and the cost of each collective on one line, the default first."""
+        """Return text: a line about the machines, and a line with the cost of each collective, the default first."""
         servers = f", {count(self.servers, 'server')}" if self.servers else ""
         speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
         latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
@@ -407,7 +409,7 @@ class Cluster(
         return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
 
     def _repr_html_(self) -> str:
-        """Return the same text as HTML for notebooks."""
+        """Return the cluster's text as HTML for notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
@@ -438,13 +440,13 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that adds up gradients. All of it is in the first half."""
+        """Return the part of a derived cost per byte that adds up gradients, which the first half pays."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
 
     def while_computing(self) -> Cluster:
-        """Return the cluster without contention, but with the costs of messages during computation."""
+        """Return the cluster without contention, in which every message costs what it costs during computation."""
         if self.contention is None:
             return self
         delay = self.contention.delay
@@ -493,7 +495,7 @@ class Cluster(
 
     @property
     def has_floors(self) -> bool:
-        """Return whether some cost has a floor: its smallest message takes longer than alpha."""
+        """Return whether some cost has a floor, so that the smallest message takes longer than alpha."""
         measured = (cost for costs in self.depths.values() for cost in costs.values())
         beside = [] if self.contention is None else [self.contention.delay, self.contention.overhead]
         return any(
@@ -501,7 +503,7 @@ class Cluster(
         )
 
     def at_floors(self) -> Cluster:
-        """Return the cluster on which every message takes only as long as the smallest message takes here."""
+        """Return the cluster with lower costs: every message takes only as long as the smallest message takes now."""
         beside = self.contention
         if beside is not None:
             beside = msgspec.structs.replace(beside, delay=_flat(beside.delay), overhead=_flat(beside.overhead))
@@ -514,7 +516,7 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return costs without floors, the lowest of which no message of any collective and depth can beat.
+        """Return costs without floors. No message of any collective and depth takes less than the least of these.
 
         Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. So each
         derived collective that can be pipelined is also listed at a cost without reduction.

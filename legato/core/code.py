@@ -1,6 +1,6 @@
 """Load the user's own code: functions in files that are named on the command line, and entry points of packages.
 
-No data file can name code to run. The user types the file of a function, or installs a package.
+No data file can name code to run. Code runs only if the user types its file name or has installed its package.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["blame", "guarded", "installed", "load", "load_installed", "own"]
 def load(spec: str, kind: type[InputError] = InputError) -> Any:
     """Return the function or class in FILE.py, where `spec` is "FILE.py:FUNCTION".
 
-    As when Python runs a file, the file's folder is added to `sys.path`. Raises an error of type `kind`, also for an
-    exception in the user's code.
+    The file's folder is added to `sys.path`, as when Python runs a file. Raises an error of type `kind`, also if the
+    user's code raises an exception.
     """
     name, colon, function = spec.rpartition(":")
     if not colon or not name or not function:
@@ -64,7 +64,7 @@ def _imported(path: Path, kind: type[InputError]) -> ModuleType:
 def blame(doing: str, kind: type[InputError] = InputError) -> Iterator[None]:
     """Turn an exception in the user's code into an error of type `kind`: one line that names the line of the code.
 
-    The message begins with `doing`, which says what ran.
+    The message begins with `doing`, which describes the code that ran.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function with its exceptions turned into errors (`blame`) that name it `name`."""
+    """Return the function, with its exceptions turned into errors by `blame`. The errors call it `name`."""
 
     @wraps(function)
     def call(*values: Any, **options: Any) -> Any:

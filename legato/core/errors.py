@@ -48,7 +48,7 @@ class LegatoError(Exception):
 
 
 class InputError(LegatoError, ValueError):
-    """A value, argument or file that legato was given is wrong.
+    """An input is wrong: a value, an argument or a file.
 
     The middle of a long message is left out, because names from files can have any length.
     """
@@ -67,7 +67,7 @@ class PlanError(InputError):
 
 
 class TooLargeError(InputError):
-    """A request exceeds a stated limit; it would use up all memory or time."""
+    """A request exceeds a stated limit, and would use up all memory or time."""
 
 
 class CaptureError(InputError):

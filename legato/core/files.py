@@ -35,7 +35,8 @@ MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
-#: How traces begin, but no file of legato: compressed data, an array of events, or an object that contains events.
+#: The beginnings of traces: compressed data, an array of events, or an object that contains events. No file of legato
+#: begins like this.
 _TRACE = re.compile(
     rb"\x1f\x8b|\s*\[\s*\{\s*\"(?:ph|cat|name|ts|pid|tid)\"|(?=.{0,65536}\"traceEvents\"\s*:)\s*\{(?!\s*\"format\")",
     re.DOTALL,
@@ -54,7 +55,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of the value's hash; equal values have the same. A workload caches its hash."""
+    """Return 16 hexadecimal digits of a hash. Equal values have equal hashes, and a workload caches its hash."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
@@ -66,10 +67,11 @@ def decode(data: bytes, kind: None = None, source: str = "data") -> AnyNoun: ...
 @overload
 def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun: ...
 def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = "data") -> msgspec.Struct:
-    """Return the value in JSON bytes: a value of type `kind`, or if that is None, of the type that its `format` names.
+    """Return the value that JSON bytes contain.
 
-    Errors call the data `source`. Nothing in the data is executed. Raises `FileError` with one line that names the
-    source, the field, the value and what was expected.
+    The value has the type `kind`, or if that is None, the type that its `format` names. In error messages, the data is
+    called `source`. Nothing in the data is executed. Raises `FileError` with one line that names the source, the field,
+    the value and what was expected.
     """
     try:
         return _decode(data, _checked_kind(data, kind))
@@ -82,9 +84,10 @@ def read(path: str | os.PathLike[str], kind: None = None) -> Any: ...
 @overload
 def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun: ...
 def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None) -> msgspec.Struct:
-    """Return the value in a file: a value of type `kind`, or if that is None, of the type that the file names.
+    """Return the value that a file contains.
 
-    Raises `FileError` as `decode` and `load` do.
+    The value has the type `kind`, or if that is None, the type that the file names. Raises `FileError` as `decode` and
+    `load` do.
     """
     data = load(path)
     return decode(data, source=str(path)) if kind is None else decode(data, kind, str(path))
@@ -133,8 +136,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write bytes to a file atomically: if writing fails, the file keeps its old content.
 
-    If the path is not a regular file (`/dev/stdout`, a pipe), it is written to, not replaced. Raises `FileError` if it
-    cannot be written.
+    If the path is not a regular file (`/dev/stdout`, a pipe), it is written to, not replaced. Raises `FileError` if
+    writing fails.
     """
     temporary = None
     try:
@@ -158,7 +161,7 @@ def _reason(error: Exception) -> str:
 
 
 def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:
-    """Return the type that `format` names. Raises `FileError` if that is unknown, or not `kind` (unless None)."""
+    """Return the type that `format` names. Raises `FileError` if it is unknown, or not the given `kind`."""
     known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
     if None in known:
         return known[None]
@@ -175,7 +178,7 @@ def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspe
 
 
 def _decode(data: bytes, kind: type[Noun]) -> Noun:
-    """Decode like `msgspec.json.decode`, but raise `FileError` on wrong data. The error does not name the source."""
+    """Decode like `msgspec.json.decode`, but raise `FileError` on wrong data, without the name of the source."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -214,7 +217,7 @@ def _explain(message: str, data: bytes, kind: type) -> str:
     if what.startswith(("Expected ", "Invalid ", "Number ", "Integer ")):
         reason = what.split(", got")[0].replace("`", "").replace(" | ", " or ")
         return f"{where or 'file'}: {text} ({reason[0].lower()}{reason[1:]})"
-    # This is the type's own error message. It starts with the name of a field if it is about one field.
+    # The message comes from the type's own check. If it is about one field, it starts with the name of the field.
     return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
 
 

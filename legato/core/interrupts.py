@@ -1,4 +1,4 @@
-"""Handlers that raise Ctrl-C once: the first one starts a cleanup, which a second one must not interrupt."""
+"""Handlers that raise Ctrl-C only once, since a second Ctrl-C must not interrupt the cleanup after the first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["ignore", "raise_once"]
 def ignore(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    Unlike `SIG_IGN`, this also serves a signal that is already on its way to a handler; CPython would report that
-    signal on standard error.
+    Unlike `SIG_IGN`, this handler also works for a signal that is already on its way to a handler, which CPython would
+    otherwise report on standard error.
     """
 
 

@@ -41,9 +41,10 @@ Hidden = Literal["tensor", "tensor:forward", "context", "expert", "pipeline", "d
 #: The kinds of communication that may be hidden.
 HIDDEN: tuple[Hidden, ...] = get_args(Hidden)
 
-#: The most GPUs of a job, and the most passes of micro-batches through stages; larger predictions take minutes.
+#: The most GPUs of a job, and the most passes of micro-batches through stages. Larger predictions would take minutes.
 _MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
-#: The most for each number of a shape. Products of a few such numbers are exact floats, or far from overflow.
+#: The largest value of each number of a shape. Products of a few such numbers are exact as floats, or far from
+#: overflow.
 _MOST = 2**24
 #: The most hosts and the most GPUs in a picture.
 _MOST_DRAWN, _MOST_GPUS = 16, 1024
@@ -58,7 +59,8 @@ def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The widths of latent attention (arXiv 2405.04434, section 2.1), from which queries, keys and values are computed.
 
-    Each head of queries and keys has `rope` elements in addition to `head_size`. For keys, all heads share them.
+    Each head of queries and keys has `rope` elements in addition to `head_size`. For keys, all heads share these `rope`
+    elements.
     """
 
     query: Int64
@@ -117,7 +119,7 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerGroup(msgspec.Struct, frozen=True):
-    """The workers of a collective: their number, the number of their hosts, and the least number of them on a host."""
+    """The workers of a collective: their number, the number of hosts, and the least number of workers on a host."""
 
     size: int
     hosts: int
@@ -157,7 +159,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tensor * self.context * self.pipeline * self.data
 
     def offset(self, stage: int, gpus_per_host: int) -> int:
-        """Return the index, within its host, of a stage's first GPU. Stages with equal offsets are placed alike."""
+        """Return the place of a stage's first GPU within its host. Stages with equal offsets are placed alike."""
         inside: list[int] = [getattr(self, name) for name in self.order[self.order.index("pipeline") + 1 :]]
         return stage * math.prod(inside) % gpus_per_host
 
@@ -165,7 +167,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the placements of groups in these dimensions: the host of each worker of a group, in order.
 
         Equal placements are listed once, and hosts are counted from the host of the group's first worker. `names` can
-        be `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). With a `stage`, only its groups count.
+        be `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). If a `stage` is given, only the groups of
+        this stage count.
         """
         names = set(names) | ({"expert", "replica"} if "data" in names else set())
         gpus_per_host = min(gpus_per_host, self.workers)
@@ -176,12 +179,12 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for part, size in inside.get(name, ((str(name), getattr(self, name)),)):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
-                else:  # where, on their hosts, the first workers of other groups are
+                else:  # the places of other groups' first workers within their hosts
                     mine = range(min(size, gpus_per_host)) if part != "pipeline" or stage is None else (stage,)
                     steps = {index * stride % gpus_per_host for index in mine}
                     offsets = {(offset + step) % gpus_per_host for offset in offsets for step in steps}
                 stride *= size
-        # Offsets are rounded down to a divisor of the host's size and of all strides, since smaller offsets change
+        # Offsets are rounded down to multiples of the common divisor of host size and strides; smaller shifts change
         # nothing.
         aligned = math.gcd(gpus_per_host, *(ranks.step for ranks in ranges if len(ranks) > 1))
         firsts = sorted({offset - offset % aligned for offset in offsets})
@@ -192,15 +195,15 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The properties of a framework that change a step.
 
-    - `flash`: attention keeps its scores in the kernel. Otherwise scores go through memory, and masked products are
-      computed, too.
+    - `flash`: attention keeps its scores in the kernel. Otherwise, attention writes scores to memory, and also computes
+      masked products.
     - `fused_softmax`: without `flash`, scale, mask and softmax are one kernel; otherwise each is a kernel, in 32 bits.
     - `dropout`: there is dropout after attention's softmax and before each residual addition.
     - `fused`: a chain of elementwise operations is one kernel; otherwise each operation is a kernel, and norms compute
       in 32 bits.
     - `fused_loss`: each worker computes the loss of its part of the logits, in 16 bits; otherwise torch's cross entropy
       reads all logits, in 32 bits, on every worker.
-    - `gradient_nbytes`: the bytes of each element of a gradient that is added up. `sent_nbytes`: the bytes of an
+    - `gradient_nbytes`: the bytes of each element of a gradient that is added up. `sent_nbytes`: the bytes of each
       element that is sent, if different.
     - `hidden`: the collectives that run during computation. `tensor` means the collectives of the backward pass that
       belong to matrices divided by columns; `tensor:forward` means all other tensor-parallel collectives, which run in
@@ -211,9 +214,9 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `vocabulary_multiple`: each worker's part of the vocabulary is padded to a multiple of this number.
     - `deduplicates`: a token that goes to several experts on one host crosses the network once.
     - `mixture_s`: seconds of host work and small kernels that a mixture of experts needs for each layer and
-      micro-batch. They are known only from a measured step.
+      micro-batch. Only a measured step tells this time.
     - `host_s`: seconds of host work for each layer and micro-batch that no GPU work hides.
-    - `schedules`, `recomputes`, `shards`: the options among which a search for layouts chooses.
+    - `schedules`, `recomputes`, `shards`: the options of the framework that a search for layouts tries.
     """
 
     name: str = "custom"
@@ -255,10 +258,10 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
     """A GPU, its links and its host: the figures of data sheets, and the shares of these figures that are reached.
 
-    `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
-    `efficiency` is the reached share of the peak of matrix products, the one number to fit to a measured step.
-    Latencies are for a collective within a job, with the skew of its workers: inside a host, between two hosts, and for
-    each additional host.
+    `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
+    each GPU to other hosts. `efficiency` is the reached share of the peak of matrix products, the one number to fit to
+    a measured step. The latencies are measured for a collective within a job, and include the skew of its workers: the
+    latency inside a host, between two hosts, and for each additional host.
     """
 
     name: str
@@ -303,7 +306,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     def ring(self, group: WorkerGroup) -> LinearCost:
         """Return the cost of a ring of these workers: its latency, and the seconds per byte that a worker sends.
 
-        The ring goes through each host once and uses the network cards of all its workers there (nccl-tests' bus
+        The ring goes through each host once and uses the network cards of all its workers on that host (nccl-tests' bus
         bandwidth).
         """
         bus = self.link_bytes_per_s * self.link_share
@@ -320,15 +323,15 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
     In a step, each pipeline computes `microbatches` micro-batches of `microbatch` sequences. Every stage of the
     pipeline has `chunks` chunks of layers, and `layers` has the number of layers of each chunk in the model's order:
     chunk c is on stage c mod pipeline. The first chunk also has the embeddings, and the last chunk has the output
-    layer. Without `layers`, the layers are divided evenly if possible. If not, the embeddings and the output layer
-    count as a layer each.
+    layer. Without `layers`, the layers are divided evenly if possible. If the layers cannot be divided evenly, the
+    embeddings and the output layer count as a layer each.
 
     `recompute` says what the backward pass computes again: attention's `core`; every second matrix product and all
     elementwise operations (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard` says
     what is divided among data-parallel workers: the same as `Plan.shard`, or the parameters as well. With `replicas`,
     the data-parallel workers form this number of groups of neighbours, and each group shards the model within itself
-    (HSDP). Raises `InputError` if numbers do not divide or something is empty, and `TooLargeError` beyond four million
-    passes.
+    (HSDP). Raises `InputError` if one number must divide another but does not, or if a part of the job is empty. Raises
+    `TooLargeError` beyond four million passes.
     """
 
     name: str
@@ -434,13 +437,13 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Return whether chunks differ in layers, both with and without counting embeddings and the output layer."""
+        """Return whether chunks differ in layers, whether or not embeddings and the output layer count as layers."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 
     @cached_property
     def divided(self) -> Mesh:
-        """Return the mesh; with replicas, `expert` is the number of workers that share one copy of the model."""
+        """Return the mesh. With replicas, its `expert` is the number of workers that share one copy of the model."""
         mesh = self.mesh
         return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
 
@@ -450,7 +453,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
     def group(self, *names: str, stage: int | None = None) -> WorkerGroup:
-        """Return the workers that share a collective in these dimensions of the mesh, in one stage or in any.
+        """Return the workers that share a collective in these dimensions of the mesh, in one stage or in any stage.
 
         If groups are placed differently on their hosts, the result describes the slowest group, since all others wait
         for it.

@@ -7,8 +7,8 @@ together in this way form a chain and share one allocation. The elements that co
 before a slice that the next message continues.
 
 [Note: shards] In a sharded plan, the buffer of a message has one chunk for each rank, all of the same size. A chunk
-begins with parts of tensors, about an equal share of the elements. An element for each part follows: it counts the
-ranks that have a gradient. The last element says whether the chunk's owner has updated the parts.
+begins with parts of tensors, about an equal share of the elements. After the parts, the chunk has an element for each
+part that counts the ranks with a gradient. The last element of the chunk says whether the owner has updated the parts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from legato.core.plan import Message, Slice
 __all__ = ["BufferLayout", "buffer_layout", "chains", "realigned", "scattered_tensors", "sharded_layout"]
 
 
-#: A tensor is cut only at multiples of this number of elements. Vectorized updates then compute the same for the parts
-#: as for the whole tensor; elements that do not fill a vector are rounded differently.
+#: A tensor is cut only at multiples of this number of elements. Then vectorized updates give the same results for the
+#: parts as for the whole tensor; elements that do not fill a vector are rounded differently.
 _ALIGNED_ELEMENTS = 64
 
 
@@ -79,7 +79,7 @@ def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> i
 
 
 def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
-    """Return the slice, cut where a sharded plan may cut a tensor of `size` bytes, or None if nothing is left.
+    """Return the slice with cuts allowed in a sharded plan for a tensor of `size` bytes, or None if it is empty.
 
     Each end of the slice moves towards the beginning of the tensor, by less than 64 elements.
     """
@@ -91,7 +91,7 @@ def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
     """Return the layout of a message of a sharded plan ([Note: shards]), and the most data elements in a chunk.
 
-    Slices are cut where a chunk ends, and all slices have flags.
+    Slices are cut at the ends of chunks, and every slice has a flag.
     """
     share, unit = -(-message.nbytes // element_size // ranks), _ALIGNED_ELEMENTS * element_size
     parts: list[list[Slice]] = [[]]
@@ -122,7 +122,7 @@ def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[Buf
 
 
 def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
-    """Return chains of buffers that fit together, as indices of all layouts. Each chain is one allocation."""
+    """Return all layouts in chains of buffers that fit together, as indices. Each chain is one allocation."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
     inner = set(following.values())

@@ -1,4 +1,4 @@
-"""Measurements of several plans that take turns in one training."""
+"""Measurements of several plans that take turns in one training run."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Measurement(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.measurement/1"
 ):
-    """A measurement by `legato rehearse` or `legato verify`: the times of each plan, and the job and network in words.
+    """A measurement by `legato rehearse` or `legato verify`: each plan's times, and a description of job and network.
 
-    The plans took turns, so that their times can be compared. `doubts` are sentences with reasons to doubt the
-    measurement, such as other work on the machine.
+    The plans took turns, so their times can be compared. `doubts` are sentences with reasons to doubt the measurement,
+    such as other work on the machine.
     """
 
     job: str

@@ -10,7 +10,7 @@ from legato.core.units import format_seconds
 
 __all__ = ["draw_bars", "draw_hosts"]
 
-#: Colours that are legible on light and on dark paper. Parts without a colour here get the last one.
+#: Colours that are legible on light and on dark paper. Parts without a colour in this table get the last colour.
 _COLOURS = {
     "computing": "#2f6db5",
     "bubble": "#a3aab3",
@@ -26,7 +26,7 @@ _COLOURS = {
     "host": "#a3aab3",
     "iteration": "#e08a1e",
 }
-_WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # in pixels; each bar is below its name
+_WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # all in pixels; each bar is below its name
 _MOST_BARS = 40
 
 #: A bar: its name, the seconds of each part, and a text after the name.

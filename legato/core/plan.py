@@ -74,7 +74,7 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Slices of one or more tensors that are sent together.
+    """A message: slices of one or more tensors that are sent together.
 
     `collective` is a name in `Cluster.collectives`, or None for the default; `depth` is the number of chunks that the
     collective pipelines (Caramel, section 5); `server` is the parameter server of a push or pull; `wire` is the format
@@ -100,7 +100,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     @property
     def wire_nbytes(self) -> int:
-        """Return the bytes that are sent. A `wire` format sends two bytes for four: half of the bytes, rounded up."""
+        """Return the number of bytes that are sent: half of the bytes (rounded up) in a `wire` format."""
         return self.nbytes if self.wire is None else -(-self.nbytes // 2)
 
     @property
@@ -112,14 +112,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.plan/1"):
     """The messages of one iteration in order; the order *is* the schedule.
 
-    A message is launched when the one before it has been launched and every tensor in it is ready, even if a later
+    A message is launched when the previous message has been launched and all tensors in it are ready, even if a later
     message is ready earlier. With `forward_overlap`, a forward op waits only for the parameters that it reads. Without
-    it, every forward op waits for the last message. `op_order` is the order in which a worker runs its ops in one
-    iteration, backward pass first; if it is empty, `Workload.iteration_order()` holds. `node_order` has the names of
-    the ops that are nodes of a compiled model's graphs, in the same order; the runtime reorders the graphs by it. If no
-    node moves, it is empty.
+    `forward_overlap`, every forward op waits for the last message. `op_order` is the order in which a worker runs its
+    ops in one iteration, backward pass first; if it is empty, `Workload.iteration_order()` holds. `node_order` has the
+    names of the ops that are nodes of a compiled model's graphs, in the same order; the runtime reorders the graphs by
+    it. `node_order` is empty if no node moves.
 
-    `shard` says of which state each worker keeps only a part, its *shard*: the optimizer's states, or also the
+    `shard` says which state is divided, so that each worker keeps only its *shard*: the optimizer's states, or also the
     gradients (ZeRO-1 and ZeRO-2: Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). In a sharded plan, all messages
     are halves. After a reduce_scatter, a worker updates its shard of the parameters, and the all_gather with the same
     slices distributes the updated *parameters*. An optimizer op waits for the reduce_scatters of the tensors that it
@@ -159,7 +159,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
 
     def sending(self, messages: tuple[Message, ...]) -> Plan:
-        """Return the plan with other messages. If DDP cannot send them, the carrier becomes legato."""
+        """Return the plan with other messages. If DDP cannot send these messages, the carrier becomes legato."""
         carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
@@ -203,11 +203,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
 
     def describe(self, workload: Workload) -> str:
-        """Return the schedule, one line per message: after which op it is sent, and which op waits for it first.
+        """Return the schedule, one line per message, with the op before it and the first op that waits for it.
 
-        An all_gather or a pull is sent after the messages that aggregated its bytes. In a sharded plan, it is sent
-        after the ops that update its tensors and before the first forward op that reads them. Raises `PlanError` if the
-        plan does not fit the workload.
+        An all_gather or a pull is sent after the messages that aggregated its bytes. In a sharded plan, an all_gather
+        is sent after the ops that update its tensors, and before the first forward op that reads its tensors. Raises
+        `PlanError` if the plan does not fit the workload.
         """
         check_plan(self, workload)
         order = self.op_order or workload.iteration_order()
@@ -219,7 +219,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         for message, row in zip(self.messages, self._rows(), strict=True):
             mine = [tensors[name] for name in message.tensors]
             readers = {reader for tensor in mine for reader in tensor.readers}
-            # The ops before and after the message. If there is none on one side, another message is there.
+            # The ops between which the message is sent. If there is no op on one side, another message is there.
             ready = {tensor.ready_after for tensor in mine}
             before = {"all_gather": readers & updates, "pull": set[int]()}.get(message.kind, ready)
             later = {"reduce_scatter": readers & updates, "push": set[int]()}.get(message.kind, readers - updates)
@@ -283,9 +283,9 @@ def _contents(message: Message, sizes: Mapping[str, int]) -> str:
 def check_plan(plan: Plan, workload: Workload) -> None:
     """Raise `PlanError` unless the plan fits the workload.
 
-    The plan must aggregate every byte of every tensor exactly once. It must distribute the results of messages that
-    only aggregate (reduce_scatter, push). Its `op_order` must respect the dependencies. A sharded plan must consist of
-    reduce_scatters, each with a later all_gather of the same slices.
+    The plan must aggregate every byte of every tensor exactly once. The plan must distribute the results of messages
+    that only aggregate (reduce_scatter, push). The `op_order` must respect the dependencies. A sharded plan must
+    consist of reduce_scatters, each with a later all_gather of the same slices.
     """
     check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
     if plan.op_order:

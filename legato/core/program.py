@@ -1,4 +1,4 @@
-"""A program: the work of each worker of a job, in order (computation, and communication with other workers)."""
+"""A program: the computation and communication of each worker of a job, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["Action", "Communication", "Compute", "Lane", "Operation", "Program",
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
-#: The most actions of all lanes, and the most workers of all distinct groups. Beyond them a check takes seconds.
+#: The most actions of all lanes, and the most workers of all distinct groups. The check of a larger program would take
+#: seconds.
 _MOST_ACTIONS, _MOST_MEMBERS = 2**22, 2**26
 _MOST_TIMES = 2**20
 
@@ -32,7 +33,7 @@ class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True,
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="start"):
-    """The start of a communication, given by its number in the program. The worker goes on at once."""
+    """The start of a communication, given by its number in the program. The worker does not wait for its end."""
 
     communication: int
 
@@ -52,8 +53,8 @@ Action: TypeAlias = Compute | Start | Wait
 class Times(NamedTuple):
     """The times of a run of lanes.
 
-    `actions` has the end of each action of each lane. By number of the communication, `started` is when all lanes had
-    started it, and `begins` and `ends` are its begin and end.
+    `actions` has the end of each action of each lane. The other fields are indexed by communication: `started` is the
+    time when all lanes have started it, and `begins` and `ends` are its begin and its end.
     """
 
     actions: list[list[float]]
@@ -75,8 +76,8 @@ def clock(
 ) -> Times:
     """Run lanes and return their times.
 
-    Communication n takes `seconds[n]`. It begins after the previous communication on its line, and after communication
-    `after[n]` if there is one.
+    Communication n takes `seconds[n]`. Communication n begins after the previous communication on its line, and after
+    communication `after[n]`, if any.
 
     A lane runs until it waits for a communication that other lanes have not started; the last lane to start it wakes
     the waiting lane, so there is no queue to search. If lanes wait for each other in a circle, they have fewer times
@@ -120,11 +121,11 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A communication in one or several groups of workers. Each group lists its workers in the order of its ring.
 
     `nbytes` is the size of an all-gather's result, of each worker's input to a reduce-scatter, all-reduce or all-to-all
-    (its own part included), or of a broadcast or send. `kind` is its purpose, such as `tensor` or `data`. A broadcast
-    comes from the first worker of a group; a send goes from the first worker to the second. With `times`, this number
-    of equal communications run one after another and count as one. `traced_s` is its traced duration from the moment
-    when all workers had started it. `after` is the number of another communication that must end before this one
-    begins.
+    (its own part included), or of a broadcast or send. `kind` is the purpose of the communication, such as `tensor` or
+    `data`. A broadcast comes from the first worker of a group; a send goes from the first worker to the second. `times`
+    is the number of equal communications that run one after another and count as one. `traced_s` is the traced
+    duration, from the moment when all workers had started the communication. `after` is the number of another
+    communication that must end before this communication begins.
     """
 
     kind: str
@@ -164,10 +165,10 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     Workers that do the same share a lane. Each worker 0, 1, ... is in exactly one lane.
 
     In all groups of a communication, workers at the same place in their rings are in the same lane. Every member of a
-    group starts a communication once, except that only the sender starts a send. The communication begins when all
-    these workers have started it. Sends with the same groups run in the order of their starts. Other communications
-    with the same groups also run in this order, which is the same on all lanes. If a communication runs `after`
-    another, the same lanes start both, in this order.
+    group starts a communication once, except that only the sender starts a send. A communication begins when all
+    workers that start it have done so. Sends with the same groups run in the order of their starts. Other
+    communications with the same groups also run in the order of their starts, which is the same on all lanes. If a
+    communication runs `after` another, the same lanes start both, in this order.
 
     `traced_s` is the traced time of the step, from the first worker's begin to the last worker's end, or None.
 
@@ -217,7 +218,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return result
 
     def afters(self) -> dict[int, int]:
-        """Return, for each communication that runs after another, the number of that other one."""
+        """Return, for each communication that runs after another, the number of the earlier one."""
         return {number: one.after for number, one in enumerate(self.communications) if one.after is not None}
 
     def _starters(self, order_of: Sequence[int]) -> list[set[int]]:
@@ -245,7 +246,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
-        """Check that all lanes of a communication start it once, and start those with the same groups in one order."""
+        """Check that each lane starts each of its communications once, and that starts of a group have one order."""
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()

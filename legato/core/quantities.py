@@ -22,7 +22,7 @@ _RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SPEED = {"g": 1e9, "t": 1e12, "p": 1e15}
 _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for suffix in ("flops", "flop/s")}
-#: Values beyond these limits are typing errors, or could overflow in later arithmetic.
+#: Values above these limits are typing errors, or could overflow in later arithmetic.
 _LONGEST_S = 1e9
 _SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
 #: With this context, `30us` gives the same float as 30e-6. A number that is too large becomes infinite.

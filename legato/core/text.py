@@ -31,7 +31,8 @@ def with_article(noun: str) -> str:
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`. From 100% on, it has no decimals.
+    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`. A percentage of 100% or more has no
+    decimals.
 
     A share that rounds to zero has no sign: `0.0%`.
     """

@@ -50,12 +50,12 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     The metrics are from TicTac and Caramel, for the first worker: communication time N, computation time C, iteration
     time T (seconds). Unlike TicTac's coefficient, `overlap` does not count time in which neither communication nor
-    computation runs. If several messages are in flight at once, the time counts once, and the same holds for ops. If
-    several workers have equal times, only one is listed, and `members` has (worker, number of such workers, itself
-    included). `job` and `network` describe, if known, the job and the network in words. `baseline` is the timeline of
-    the plan with which this plan is compared, usually DDP's on the same network. If `name` equals `job`, the timeline
-    is one of several jobs on one network, which are all drawn from the same moment. With `whole`, workers do different
-    work, like the stages of a pipeline, and reports draw all of them.
+    computation runs. Time in which several messages are in flight counts once, and so does time in which several ops
+    run. If several workers have equal times, the timeline has only one of these workers, and `members` has (worker,
+    number of workers with its times, including itself). `job` and `network` describe, if known, the job and the network
+    in words. `baseline` is the timeline of the plan with which this plan is compared, usually DDP's on the same
+    network. If `name` equals `job`, the timeline is one of several jobs on one network, which are all drawn from the
+    same moment. With `whole`, workers do different work, like the stages of a pipeline, and reports draw all of them.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return draw([self] if self.baseline is None else [self.baseline, self])
 
     def drawn(self) -> tuple[Timeline, ...]:
-        """Return the timelines to draw: each distinct worker of a `whole` job, with the number of its equals."""
+        """Return the timelines to draw: one for each distinct worker of a `whole` job, or the timeline itself."""
         if not self.whole:
             return (self,)
         alike = dict(self.members)
@@ -104,7 +104,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def source_in_words(self) -> str:
-        """Return `predicted`, or `one measured iteration` (other iterations took more or less time)."""
+        """Return `predicted` or `one measured iteration`, since other iterations took more or less time."""
         return "one measured iteration" if self.source == "measured" else self.source
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
@@ -131,7 +131,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def overlap(self) -> float:
-        """Return the share of the lesser of N and C during which both run."""
+        """Return the overlap: the time in which network and worker are both busy, over the lesser of N and C."""
         return overlap(self._covered(communication=True), self._covered(communication=False))
 
     @property
@@ -147,10 +147,10 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
 
 
 def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """Return the share of the shorter of the two times during which both run, or 0 if one of them is 0.
+    """Return the time of communication during computation, over the shorter of the two; 0 if one of them is 0.
 
-    The intervals of each list are disjoint. If communication or computation always runs, the share is TicTac's
-    coefficient alpha. It is never below 0 or above 1.
+    The intervals of each list are disjoint. If communication or computation always runs, the overlap is TicTac's
+    coefficient alpha. The overlap is never below 0 or above 1.
     """
     n, c = _length(communication), _length(computation)
     either = _length(merge_intervals([*communication, *computation]))
@@ -230,12 +230,12 @@ def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     return bars
 
 
-#: Colours of pictures in notebooks. They must be legible on light and on dark paper.
+#: Colours of pictures in notebooks, which must be legible on light and on dark paper.
 _COLOURS: dict[str, str] = {"backward": "#e08a1e", "forward": "#2f6db5", "optimizer": "#9a4f96", "message": "#1b8a77"}
 # in pixels: the width of the lanes' names, the width of the time axis, the height of a lane
 _LEFT, _WIDTH, _LANE = 150, 800, 24
 _MOST_LANES, _MOST_ROWS = 16, 10
-_FINE_ROWS = 20  # with more rows, bars are longer than a pixel, so that a picture has at most 16,000 bars
+_FINE_ROWS = 20  # with more rows, bars are at least longer than a pixel, which limits a picture to 16,000 bars
 
 
 def draw(timelines: Sequence[Timeline], title: str = "") -> str:
@@ -319,7 +319,7 @@ def _bars(
         place = f'x="{_LEFT + (bar.start_s - first) * second:.1f}" y="{top:.1f}"'
         width = max((bar.end_s - bar.start_s) * second, 0.4)
         shape = f'width="{width:.1f}" height="{height:.1f}" fill="{_COLOURS[bar.kind]}"'
-        # neighbours have different shades, so that they do not look like one bar
+        # neighbours have different shades, because they would otherwise look like one bar
         shade = f'opacity="{0.75 if k % 2 else 1}"'
         yield f"<rect {place} {shape} {shade}><title>{_escape(title)}</title></rect>"
 

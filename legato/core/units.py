@@ -16,7 +16,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def format_seconds(seconds: float) -> str:
-    """Format with three significant digits and a fitting unit: `12.3 ms`. Less than 1 ps becomes 0."""
+    """Format with three significant digits and a fitting unit: `12.3 ms`. A time below 1 ps becomes 0."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale * 0.9995:
             return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"

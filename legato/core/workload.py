@@ -25,10 +25,9 @@ _MOST_ROWS = 10  # in a notebook
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One computation of an iteration; its index in `Workload.ops` is its id.
+    """One computation of an iteration. The id of an op is its index in `Workload.ops`.
 
-    `duration_s` is in seconds; `deps` are the ids of the earlier ops whose
-    results it needs.
+    `duration_s` is in seconds; `deps` are the ids of the earlier ops whose results the op needs.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A parameter of a module: `nbytes` bytes in elements of `itemsize`, and `rows`, the size of its first dimension.
 
-    Fully sharded training divides a parameter by rows. `trained` says whether it gets a gradient.
+    Fully sharded training divides a parameter by rows. `trained` says whether the parameter gets a gradient.
     """
 
     name: str
@@ -72,11 +71,11 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
 
-    `parameters` are the module's own and those in modules inside it that are never called. A parameter that several
-    modules share is listed by the first module that is called; `tied` are the paths of the other modules. `calls` is
-    the number of its calls in a step, and `named` its place in `named_modules()`. An embedding needs no gradient of its
-    input, and the backward pass does not read its parameters. A module does not reach the loss if no gradient comes
-    back to its output, although the module or one before it has trained parameters.
+    `parameters` are the module's own parameters, and the parameters of inner modules that are never called. A parameter
+    that several modules share is listed by the first module that is called; `tied` are the paths of the other modules.
+    `calls` is the number of calls of the module in a step, and `named` is its place in `named_modules()`. An embedding
+    needs no gradient of its input, and the backward pass does not read its parameters. A module does not reach the loss
+    if no gradient comes back to its output, although the module or one before it has trained parameters.
     """
 
     path: str
@@ -103,8 +102,9 @@ class Workload(
     backward, optimizer. Tensors are in the order in which their gradients become
     ready, if the source knows it.
 
-    `modules` are the modules that have parameters, or contain a module that has some, in the order of their first
-    calls; empty if the source does not know them. `itemsize` is the number of bytes of an element of the gradients.
+    `modules` are the modules that have parameters, themselves or in inner modules, in the order of their first calls.
+    It is empty if the source does not know the modules. `itemsize` is the number of bytes of an element of the
+    gradients.
 
     `untraced_s` is the time of an iteration without tracing, in seconds (None if it was not measured). `time_scale` is
     the factor by which the measured op times were multiplied so that their sum is `untraced_s` (1 if they were not).
@@ -246,8 +246,8 @@ class Workload(
         """Return the ids of all ops in the order in which one steady-state iteration runs them.
 
         An iteration starts with the backward pass and ends with the next forward pass. Each optimizer op comes just
-        before the first forward op that reads a parameter which it updates, or after the forward pass if none does. The
-        order is computed once and cached.
+        before the first forward op that reads a parameter which the optimizer op updates, or at the end if there is no
+        such op. The order is computed once and cached.
         """
         kept: dict[str, Any] = self.__dict__
         if "captured_order" not in kept:

@@ -17,9 +17,10 @@ from legato.core.units import Int64
 
 __all__ = ["Group", "Sync", "Wrapping"]
 
-#: When gradients of accumulated micro-batches are reduced. `each`: in every micro-batch. `all-reduce-last`: they are
-#: reduce-scattered in every micro-batch, and all-reduced among replicas in the last. `last`: only in the last.
-#: `gathered-once`: in every micro-batch, with the parameters gathered once a step.
+#: When gradients of accumulated micro-batches are reduced. `each`: gradients are reduced in every micro-batch.
+#: `all-reduce-last`: gradients are reduce-scattered in every micro-batch, and all-reduced among replicas in the last.
+#: `last`: gradients are reduced only in the last micro-batch. `gathered-once`: gradients are reduced in every
+#: micro-batch, but parameters are gathered once a step.
 Sync = Literal["each", "all-reduce-last", "last", "gathered-once"]
 
 #: The most groups that `set_modules_to_forward_prefetch` may name. With more, the model would be gathered all at once.
@@ -57,7 +58,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
     `replicas` times (HSDP). The gradients of `micro_batches` micro-batches are accumulated in one step and reduced as
     `sync` says. `workload_id` is the identity of the workload for which the wrapping was planned. Raises `InputError`
-    on numbers out of range, and on a module in two groups or inside another one.
+    on numbers out of range, and on a module that is in two groups or inside another module of a group.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
-        """Return `reshard_after_forward` of each group. With parameters gathered once a step, it is False for all."""
+        """Return `reshard_after_forward` of each group: False for all if parameters are gathered once a step."""
         return [group.reshard if self.sync != "gathered-once" else False for group in self.groups]
 
     def as_code(self, model_name: str = "model") -> str:
@@ -215,7 +216,7 @@ def _range(start: int | str, stop: int | str, step: int = 1) -> str:
 
 
 def _list(paths: Sequence[str], base: int | None = None) -> str:
-    """Return code for a list of paths. With a base, numbers are written relative to `k` instead of the base."""
+    """Return code for a list of paths. With a base, numbers are written as `k` plus their distance from it."""
 
     def number(n: int) -> str:
         return str(n) if base is None else "k" if n == base else f"k {'-' if n < base else '+'} {abs(n - base)}"

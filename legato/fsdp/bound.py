@@ -2,8 +2,8 @@
 
 The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
 any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
-to be reduced, and the size of groups. All other bytes cross the network between two computations. So a step takes at
-least as long as the longest path through its computations and the transfers between any two of them.
+to be reduced, and the size of groups. All bytes beyond these limits cross the network between two computations. So a
+step takes at least as long as the longest path through its computations and the transfers between any two of them.
 docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["WrappingBound", "lower_bound"]
 
 Array = npt.NDArray[Any]
 
-#: This is more than the relative error of all sums.
+#: A relative tolerance above the rounding error of all sums.
 _ROUNDING = 1e-9
 #: The number of ranges into which units are divided. The first group may end in any range, so the bound is the least
 #: over all ranges.
@@ -85,7 +85,7 @@ def lower_bound(
 class _Chain:
     """The units in the order of the forward pass as arrays: their bytes on the network, and their memory.
 
-    Units that no group can hold have no bytes here; the bytes of the root are separate.
+    In these arrays, units that no group can hold have no bytes; the bytes of the root are separate.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, memory: float, node: int | None) -> None:
@@ -103,7 +103,7 @@ class _Chain:
         self.backward_s = np.append(np.where(active, column["backward_s"], 0.0)[::-1], 0.0)
         self.compute_s = float(self.forward_s.sum() + self.backward_s.sum())
 
-        # The group of such a unit is reduced before the backward pass goes on, or at its end.
+        # The group of a `timely` unit is reduced before the backward pass goes on, or is the last group of the pass.
         late = np.min(place, where=held & ~needs_gradient & (place > reached), initial=len(units))
         self.timely = trained & (place < late)
         # the next unit in the backward pass that has a group
@@ -111,7 +111,7 @@ class _Chain:
         self.sure = (following < 0) | self.timely[following]
         self.read = np.where(active & column["read_in_backward"], self.gathered, 0.0)
 
-        most = 4 * sizes[0].sum() + 2 * sizes[1].sum() + sizes[2].sum() + 1  # more is never allocated
+        most = 4 * sizes[0].sum() + 2 * sizes[1].sum() + sizes[2].sum() + 1  # no wrapping allocates more bytes
         self.whole = min(memory, most)
         self.memory = self.whole - self.root[0]  # the last reductions can use the root's part of the memory, too
         shards = np.minimum(self.scattered // costs.ranks, self.gradients)
@@ -153,8 +153,8 @@ class _Chain:
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
         """Return the seconds of collectives before each forward computation, or after each backward computation.
 
-        They include the root's collectives. They carry at least all units up to this one, and from the first unit of
-        the first group on, that whole group.
+        The root's collectives are included. The collectives carry at least all units up to this computation, and from
+        the first unit of the first group on, that whole group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -178,7 +178,8 @@ class _Chain:
         packed, scattered = _until(self.packed[::-1]), _until(np.where(timely, self.scattered[::-1], 0.0))
         # bytes that can be gathered ahead, in the order of the program
         issued = self.part * np.where(timely, np.minimum(room, full), room)
-        begun = np.where(sure, issued, self.part * (room + self.memory))  # the same, in the order of time
+        # bytes that can be gathered ahead, in the order of time
+        begun = np.where(sure, issued, self.part * (room + self.memory))
         begun = np.append(self.part * self.memory * (1 if sure[0] else 2), begun)
         gathers = read[1:] - (read + begun)[:, None]
         gathers = np.append(gathers, gathers[:, -1:], axis=1)

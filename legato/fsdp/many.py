@@ -44,7 +44,7 @@ class Chain:
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, precision: Precision, node: int | None = None) -> None:
-        """Build a chain. `node` is the number of ranks to which groups may be resharded, or None if they may not."""
+        """Build a chain. `node` is the number of ranks to which groups may be resharded, or None without resharding."""
         self.units, self.costs, self.precision, self.node = units, costs, precision, node
         self.held = [u for u, unit in enumerate(units) if not unit.rooted and unit.gathered]
         self.root = [sum(sizes) for sizes in zip((0, 0, 0), *(u.sizes for u in units if u.rooted), strict=True)]
@@ -63,7 +63,7 @@ class Chain:
     def starts(self) -> list[int]:
         """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        The unit before such a unit must be able to end a group: the gradient of its output comes back.
+        In addition, the previous unit must be able to end a group: the gradient of its output comes back.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
@@ -85,7 +85,7 @@ class Chain:
 
 
 def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, float, float]:
-    """Return the units' seconds in both passes, and their bytes of gradients. Backward ends at `reached`."""
+    """Return (seconds forward, seconds backward, bytes of gradients) of these units; backward ends at `reached`."""
     back = [unit for u, unit in enumerate(units, begin) if u >= reached and (unit.trained or unit.input_needs_gradient)]
     return (
         sum(unit.forward_s for unit in units),
@@ -187,7 +187,7 @@ class _Many:
             own = self.gathered[k]
             pending = until[np.minimum(k + np.maximum(self.depth, 1), self.count) if k else 1, self.every] - until[k]
             self.peak = np.maximum(self.peak, stays + held + pending + own)
-            # Gathers that are issued now. The first group's hook issues several.
+            # These are the gathers that are issued now. The hook of the first group issues several.
             for depth in range(0 if k == 0 else int(self.depth.min()), int(self.depth.max()) + 1):
                 issued = (self.depth >= depth) if k == 0 else (self.depth == depth)
                 target = min(k + depth, self.count - 1)
@@ -203,7 +203,7 @@ class _Many:
         self.gather_after = np.where(
             self.in_node[last] & self.active[last], np.maximum(self.gather_after, self.ended), self.gather_after
         )
-        self._gather(last, self.active[last] | (self.chain.root[0] > 0))  # the root's hook does this, too
+        self._gather(last, self.active[last] | (self.chain.root[0] > 0))  # the root's hook gathers the last group, too
         waits = np.ones(self.many, dtype=bool)  # layouts that wait for the root's reduction
         for k in reversed(range(self.count)):
             alive = self.active[k]
@@ -274,7 +274,7 @@ class _Many:
                 self._reduce(np.where(where, scattered, 0.0), where, np.full(self.many, gradients))
 
     def _wait_for_buffers(self, where: Array) -> None:
-        """Wait until fewer reductions than the limit are in flight, and free their inputs."""
+        """Wait until fewer reductions than the limit are in flight, and free the inputs of the finished reductions."""
         returned = np.maximum(self.returned, self.reductions - self.buffers + 1)
         returned = np.where(where, returned, self.returned)
         self.compute = np.maximum(self.compute, np.where(where, self.reduced_s[returned, self.every], 0.0))

@@ -18,19 +18,20 @@ __all__ = ["by_unit", "every", "fastest"]
 
 #: The number of smallest sizes of groups that are tried as starts, and the number of starts that are improved.
 _SIZES, _CLIMBED = 24, 2
-#: Settings (forward depth, backward depth, buffers): first of starts, then of all layouts.
+#: Settings (forward depth, backward depth, buffers) of starts, and then of all layouts.
 _SETTINGS = ((0, 0, 1), (2, 2, 1), (3, 3, 1), (2, 2, 2))
 _ALL_SETTINGS = tuple(product((0, 2, 3), (0, 2, 3), (1, 2)))
 #: The numbers of last groups that are kept, and the fractions of the groups before them that are resharded to a node.
 _KEPT, _IN_NODE = (0, 1, 2, 3), tuple(k / 12 for k in range(13))
-#: The most groups of layouts that are evaluated within one limit. A climb also ends after a round without a gain.
+#: The most groups, in all layouts together, that are evaluated for one limit. A climb also ends after a round without a
+#: gain.
 _EVALUATED = 60_000
-#: How many of the best moves are tried together.
+#: The numbers of best moves that are tried together.
 _TOGETHER = (2, 4, 8, 16, 64, 1000)
 #: A smaller relative gain is a rounding error.
 _LEAST = 1e-9
 
-Score = tuple[bool, float, float]  # whether the layout does not fit; then seconds and bytes
+Score = tuple[bool, float, float]  # (False, seconds, bytes) if the layout fits, otherwise (True, bytes, seconds)
 
 
 def by_unit(chain: Chain, state: int = RESHARD) -> Layout:
@@ -49,7 +50,7 @@ def every(chain: Chain, count: int, state: int = RESHARD, kept: int = 1) -> Layo
 def fastest(chain: Chain, limits: Sequence[float]) -> list[Layout | None]:
     """Return the fastest layout found within each limit on the bytes allocated at once, or None if none was found.
 
-    A layout found within one limit is a start for larger limits, so a larger limit is never slower.
+    A layout found within one limit is a start for larger limits, so a larger limit never gives a slower layout.
     """
     known = _Known(chain)
     starts = list(dict.fromkeys(_starts(chain)))
@@ -106,7 +107,7 @@ def _starts(chain: Chain) -> Iterator[Layout]:
 
 
 def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yield layouts with the same groups and depths, but with finer steps of how many groups are kept."""
+    """Yield layouts with the same groups and depths, but with finer choices of the groups that are kept."""
     for layout in layouts:
         yield layout
         kept = (*_KEPT, *(round(part * len(layout.begins)) for part in _IN_NODE))
@@ -124,7 +125,7 @@ def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node:
 
 
 def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
-    """Yield partitions: one unit a group, and groups of a least size, also with the first unit on its own."""
+    """Yield partitions: each unit as a group, and groups of at least some size, also with the first unit alone."""
     yield tuple(chain.starts)
     sizes = [chain.units[u].gathered for u in chain.held]
     total, least = sum(sizes), min(sizes)

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of training: its `seconds` without the optimizer, the peak of allocated bytes, and its pieces."""
+    """A training step: its `seconds` without the optimizer, the peak of allocated bytes, and its pieces of work."""
 
     seconds: float
     peak_nbytes: int
@@ -154,8 +154,8 @@ _OPERATIONS: dict[str, Operation] = {
 class _Issued(NamedTuple):
     """A `Piece` before the clock runs, given by its places among the actions of the compute stream.
 
-    A collective has a `number`. It begins at its `place` or later, once the collective before it on its `line` and the
-    collective `after` have ended. A computation begins at its `place` and ends at `until`.
+    A collective has a `number`. A collective begins at its `place` or later, once the previous collective on its `line`
+    and the collective `after` have ended. A computation begins at its `place` and ends at `until`.
     """
 
     kind: str
@@ -175,7 +175,7 @@ class _Shared:
         self.pending: int | None = None  # the number of its gather, until its copy out is issued
         self.unsharded = False
         self.in_host = False  # whether each rank of a host has a part
-        self.resharded = 0  # the place in the program at which these parts are ready
+        self.resharded = 0  # the place in the program at which the parts in the host are ready
         self.accumulated = False  # whether it has whole gradients of earlier micro-batches
         self.reduction: int | None = None  # the number of its last reduction
         self.passed: list[int] = []  # its places in the order of the forward passes
@@ -192,7 +192,8 @@ class _Rules:
         self.root = len(self.groups) - 1 if len(self.groups) > len(wrapping.groups) else -1
         self.group_of = {u: k for k, group in enumerate(self.groups) for u in group.units}
         self.state = [_Shared() for _ in self.groups]
-        # The group whose gather's output is still allocated, and the place in the program from which on it is.
+        # The group that was copied out last, with the output of its gather still allocated, and its place in the
+        # program.
         self.last_copied: tuple[int, int] | None = None
         # The reduce-scatters whose inputs are allocated: their numbers and bytes.
         self.buffers: deque[tuple[int, int]] = deque()
@@ -200,15 +201,15 @@ class _Rules:
         self.nbytes = self.peak = 0
         self.issued: list[_Issued] = []
         self.collectives: list[_Issued] = []
-        # The actions of the compute stream. If issuing takes time, the host also has a list: its work, and what it
-        # starts.
+        # The actions of the compute stream. If the host's work takes time, a second list has this work and the
+        # collectives that the host starts.
         self.actions: list[Compute | Wait] = []
         self.host: list[Compute | Start] = []
-        # The earliest places for the next collective on the wire and for the next gather; and the number of the last
+        # The earliest places of the next collective on the wire and of the next gather, and the number of the last
         # gather.
         self.wire_from = self.gather_from = 0
         self.last_gather: int | None = None
-        self.hook_s = costs.host_s / 4  # before and after each of the two passes
+        self.hook_s = costs.host_s / 4  # for each of four hooks: before and after both passes
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -298,7 +299,7 @@ class _Rules:
     def _backward(self, *, reduce: bool, everywhere: bool, reshard: bool) -> None:
         done = set()
         trained = [u for u, unit in enumerate(self.units) if unit.trained]
-        reached = min(trained, default=len(self.units))  # units before it need no gradient
+        reached = min(trained, default=len(self.units))  # the units before this one need no gradient
         if trained and self.root >= 0:
             self._before_backward(self.root)
         for u in reversed(range(reached, len(self.units))):
@@ -321,7 +322,7 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """Return the bytes of a unit's new gradients: 0 if they are added to an earlier micro-batch's."""
+        """Return the bytes of a unit's new gradients, or 0 if existing gradients are added to one by one."""
         k = self.group_of.get(u)  # None if the unit has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
@@ -381,7 +382,7 @@ class _Rules:
     def _reduce(self, k: int, everywhere: bool) -> None:
         group, state = self.groups[k], self.state[k]
         if state.reduction is None:
-            self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays
+            self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays allocated
         state.reduction = number = self._begin("reduce_scatter", "wire", k, group.scattered)
         self.buffers.append((number, group.scattered))
         if self.costs.all_reduce is not None and everywhere:
@@ -405,7 +406,7 @@ class _Rules:
             self._wait(number)
             self._free(nbytes)
 
-    # What both passes do
+    # Work in both passes
 
     def _gather(self, k: int) -> None:
         """Issue the gather of a group, unless it is pending or not needed."""

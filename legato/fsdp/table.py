@@ -117,8 +117,8 @@ class Row(msgspec.Struct, frozen=True):
     """One way to train: its predicted time, and the bytes on each GPU.
 
     `buffers` is the peak of gathered parameters, whole gradients and buffers, which depends on the wrapping. `states`
-    is the rest: shards of parameters and of the optimizer's states. With the same memory, no grouping of modules is
-    faster than `bound_s`; it is None if there is no bound. `wrapping` is None for DDP, which wraps nothing.
+    is the remaining memory: shards of parameters and of the optimizer's states. With the same memory, no grouping of
+    modules is faster than `bound_s`; it is None if there is no bound. `wrapping` is None for DDP, which wraps nothing.
     """
 
     name: str
@@ -461,7 +461,7 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
 def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
     """Return the index of the first row within the memory that is nearly as fast as the fastest.
 
-    If the first row of all fits, only rows that are clearly faster can replace it.
+    If the first row of the table fits, only a clearly faster row can replace it.
 
     Raises `InputError` if the memory is too small for every row.
     """
@@ -479,7 +479,7 @@ def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
 
 
 def _as_good(row: Row, other: Row) -> bool:
-    """Return whether a row is no slower than another row (up to rounding) and needs no more memory."""
+    """Return whether a row is at least as fast as another row (up to rounding), with at most the same memory."""
     return row.seconds <= other.seconds * (1 + _ROUNDING) and row.nbytes <= other.nbytes
 
 

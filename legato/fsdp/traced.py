@@ -77,7 +77,7 @@ def compare_groups(
 
 
 def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ...]]:
-    """Return the costs of the job's collectives, and how they were fitted."""
+    """Return the costs of the job's collectives, and their fits."""
     samples = {"all-gather": found.gathers, "reduce-scatter": found.scatters}
     if found.gathers_in_host:
         samples["all-gather of what was resharded to fewer ranks"] = found.gathers_in_host
@@ -89,8 +89,8 @@ def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ..
 def traced_units(found: Sharded) -> list[Unit]:
     """Return the units that groups can hold, and the root's computation before and after each group.
 
-    A group is one unit. If the paths of its modules differ only in their numbers, each module is a unit, all of the
-    same size.
+    A group is one unit. If the paths of a group's modules differ only in their numbers, each module is a unit, all of
+    the same size.
     """
     units: list[Unit] = []
     holds = next((k for back in (1, 0) for k, seconds in enumerate(found.root_s) if seconds[back] > 0), 0)
@@ -127,7 +127,7 @@ def _units(found: Sharded, group: ShardedGroup) -> Iterator[Unit]:
 def traced_wrapping(found: Sharded) -> Wrapping:
     """Return the wrapping of the traced groups."""
     sync: Sync = "each"
-    scatters = {group.scatters for group in found.groups} - {0}  # empty if a group is frozen
+    scatters = {group.scatters for group in found.groups} - {0}  # a frozen group has no reduce-scatters
     if found.micro_batches > 1 and scatters == {1}:
         sync = "last"
     elif found.micro_batches > 1 and all(group.gathers == 1 for group in found.groups):
@@ -137,7 +137,7 @@ def traced_wrapping(found: Sharded) -> Wrapping:
         "groups as traced",
         tuple(Group(_paths(group), group.reshard) for group in found.groups),
         forward,
-        backward if backward > 1 else 0,  # 1 is FSDP2's own rule
+        backward if backward > 1 else 0,  # a depth of 1 is FSDP2's own rule
         found.buffers,
         micro_batches=found.micro_batches,
         sync=sync,

@@ -25,7 +25,7 @@ _NUMBERED = {".": re.compile(r"\d+"), "/": re.compile(r"\D*\d+")}
 class Precision(NamedTuple):
     """The bytes of an element of stored parameters, of gathered parameters, and of reduced gradients.
 
-    The last two are `param_dtype` and `reduce_dtype` of `MixedPrecisionPolicy`.
+    Gathered parameters have the `param_dtype` of `MixedPrecisionPolicy`, and reduced gradients its `reduce_dtype`.
     """
 
     stored: int = 4
@@ -38,10 +38,10 @@ class Unit(NamedTuple):
 
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
     `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.
-    `named` is its place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass does
-    not read its parameters. Only the root can hold a `rooted` unit: the unit shares parameters with another unit, runs
-    more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to the unit's
-    output; only then can a group end with the unit.
+    `named` is the unit's place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass
+    does not read its parameters. Only the root can hold a `rooted` unit: the unit shares parameters with another unit,
+    runs more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to the
+    unit's output; only then can a group end with the unit.
     """
 
     path: str
@@ -66,9 +66,9 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
     """Return the units of a workload that is sharded over `ranks`: blocks (`level` 1), or parts of blocks (2, ...).
 
     Times are in seconds. Without `workload.modules`, it is assumed that dimensions are multiples of the ranks, that all
-    parameters are trained, and that units which read the same parameter share it. Ops that belong to no unit count with
-    the unit that runs before them. Raises `InputError` if no parameter has the name of a module, and `TooLargeError` on
-    more than 2,000 units.
+    parameters are trained, and that a parameter is shared by all units that read it. Ops that belong to no unit count
+    with the unit that runs before them. Raises `InputError` if no parameter has the name of a module, and
+    `TooLargeError` on more than 2,000 units.
     """
     modules = workload.modules or _modules(workload)
     separator = "." if workload.modules or not any("/" in tensor.name for tensor in workload.tensors) else "/"

@@ -1,4 +1,4 @@
-"""Floor 1: importers that turn foreign traces into a `Workload` and a measured `Timeline`.
+"""Importers (floor 1), which turn foreign traces into a `Workload` and a measured `Timeline`.
 
 `kineto` reads traces of the PyTorch profiler, `execution_trace` joins them with PyTorch execution traces, `chakra`
 reads and writes MLCommons Chakra, and `send_trace` the CSV traces of the Network Operator Edition. All importers
@@ -20,15 +20,15 @@ __all__ = ["FORMATS", "Format"]
 class Format(NamedTuple):
     """A format of traces, with a function that reads one worker's workload, and one that reads all workers' program.
 
-    Each function is written as `module:name` below `legato.ingest`. Its arguments are the files, and its options as
-    keywords.
+    Each function is written as `module:name` below `legato.ingest`. The arguments of a function are the files, and its
+    options as keywords.
     """
 
     workload: str
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function that reads a workload or, with `program`, a program (not every format has one)."""
+        """Return the function that reads a workload, or with `program`, the one that reads a program, if it exists."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

@@ -2,12 +2,12 @@
 
 [Note: splitting JSON at guessed places] The array of events is split into runs of a few MiB, and a strict decoder
 decodes each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If the guess is inside a string or
-inside an event, quotes or brackets are still open there. Then the run in brackets is not valid JSON, and the next guess
-is tried. A run that decodes therefore ends between two events, and every accepted file would also pass a decoder of the
-whole file.
+inside an event, quotes or brackets are still open there. Then the run, put in brackets, is not valid JSON, and the next
+guess is tried. A run that decodes therefore ends between two events, and every accepted file would also pass a decoder
+of the whole file.
 
-[Note: values that are not JSON] Profilers write some values as they are: infinities, and names with quotes, backslashes
-or control characters in them (a path of Windows, a dictionary, `<module>` of a notebook). If no guess makes a run
+[Note: values that are not JSON] Profilers write some values without escapes: infinities, and names with quotes,
+backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run
 valid, these values are repaired and counted: a number that is not valid becomes `null`, and an invalid string is read
 character by character. A string ends at a quote that is followed by a comma and the next key, or by a bracket. A name
 may contain such quotes; it ends where a key of an event follows.
@@ -57,7 +57,7 @@ class Header(msgspec.Struct):
 def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
     """Yield the events of a trace file in file order, and fill in `header`.
 
-    The file must contain an object with `traceEvents`, or a bare array. Otherwise this raises `FileError` with one
+    The file must contain an object with `traceEvents`, or a bare array. Any other content raises `FileError` with one
     line.
     """
     reader = _Reader(path, kind, header)

@@ -35,7 +35,7 @@ _NOT_NAMED = {"", "default_pg", "undefined"}
 
 
 class Joint(NamedTuple):
-    """A communication: the ranks of its group (empty if unknown), and its number among each rank's transfers.
+    """A communication: the ranks of its group (empty if unknown), and its index among each rank's transfers.
 
     The group of a send has the sender, then the receiver.
     """
@@ -93,7 +93,7 @@ def _same_kind(group: tuple[int, ...], kinds: Mapping[int, str]) -> str:
 
 
 def numbered(joints: Sequence[Joint], ranks: Iterable[int]) -> dict[int, dict[int, int]]:
-    """Return, for each rank, the number in the whole job of each of its communications, by the rank's own number."""
+    """Return, for each rank, a map from the index of a communication on this rank to its index in the job."""
     found: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
     for k, joint in enumerate(joints):
         for rank, part in joint.parts.items():
@@ -107,7 +107,7 @@ def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
 
 
 def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> None:
-    """Raise `InputError` if the traces do not say what some communication of the job's `number` ranks is.
+    """Raise `InputError` if the traces of a job of `number` ranks do not fully describe some communication.
 
     If `grouped` is True, some communications are among fewer ranks.
     """
@@ -169,7 +169,7 @@ def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], 
 
 
 def _named(purpose: str) -> str:
-    """Return the kind that the program's name of a group implies, or that name if it implies none ("" if unnamed)."""
+    """Return the kind that the program's name of a group implies, or otherwise this name ("" if there is none)."""
     name = purpose.lower()
     words = set(re.split(r"[^a-z]+", name))
     kinds = [kind for kind, known in _WORDS.items() if words & known]

@@ -2,13 +2,13 @@
 
 The profiler trace has the times. The execution trace says which tensors each operator reads and writes, and so gives
 the ops their real dependencies. The profiler's `Record function id` equals the `rf_id` of the execution trace, so
-operators are matched by it. Older profilers do not write this id (their `External id` counts something else). In that
-case, operators are matched by their order.
+operators of the two traces are matched by this id. Older profilers do not write this id (their `External id` counts
+something else). For traces of older profilers, operators are matched by their order.
 
-[Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. It writes the
-storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment because they
-share a storage. If another storage reuses the same memory, this can only add a dependency on an earlier op, which costs
-nothing within one stream.
+[Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. An operator
+writes the storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment
+because they share a storage. If another storage reuses the same memory, this can only add a dependency on an earlier
+op, which costs nothing within one stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces", "is_graph", "pairs"]
 
-#: Types such as `Tensor(float)` and `GenericList[Tensor(float)]`.
+#: A pattern for types such as `Tensor(float)` and `GenericList[Tensor(float)]`.
 _TENSOR = re.compile(r"^(?:GenericList\[)*Tensor\(([^)]*)\).*$")
 #: The prefix of the operators that start all-reduces of lists of tensors.
 _ALL_REDUCE = "c10d::allreduce"
@@ -105,7 +105,7 @@ def import_execution_traces(
 
 @refusals_name_files
 def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Return each execution trace with its profiler trace. Raises `InputError` if their numbers differ."""
+    """Return each execution trace with its profiler trace. Raises `InputError` if the numbers differ."""
     graphs: list[Path] = []
     traces: list[Path] = []
     for path in paths:
@@ -173,7 +173,8 @@ class _Graph:
     def _describe_lost(self, trace: Trace, columns: EventColumns) -> None:
         """Add shapes to all-reduces missing in the execution trace, from the operators that started them.
 
-        An all-reduce over gloo may be missing if it ends when the trace ends. Its id follows the id of its operator.
+        An all-reduce over gloo may be missing if it ends when the trace ends. The id of an all-reduce follows the id of
+        its operator.
         """
         for row in range(len(columns.start)):
             node = self._nodes.get(int(columns.record[row]) - 1)

@@ -84,7 +84,7 @@ def collective_kind(name: str) -> str | None:
 
 
 class Transfers:
-    """The names of kernels and operators that move data between devices: the table above, and the user's additions.
+    """The names of kernels and operators that move data between devices: legato's table, and the user's additions.
 
     `added` are texts `PATTERN=COLLECTIVE`. Kernels, operators and marks whose names match the regular expression belong
     to this collective, such as `all-reduce`. Raises `InputError` for any other text.
@@ -104,11 +104,11 @@ class Transfers:
         return any(pattern.search(name) for pattern, _ in self.added)
 
     def can_be(self, kernel: str) -> bool:
-        """Return whether a kernel that a collective's operator or mark launches can be a transfer."""
+        """Return whether a kernel can be a transfer, given that a collective's operator or mark launched the kernel."""
         return _COMPUTES.match(kernel) is None
 
     def suspects(self, kernel: str) -> bool:
-        """Return whether a kernel, not known to move data, has a name like kernels that do."""
+        """Return whether a kernel that is not known to move data has a name like kernels that move data."""
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
@@ -168,7 +168,7 @@ def tensor_bytes(dims: Any, types: Any) -> int | None:
 
 
 def tensor_elements(shape: Any) -> int | None:
-    """Return the elements of a tensor of this shape, or of all tensors in a list of shapes; None if it is neither."""
+    """Return the elements of a tensor of this shape, or of all tensors in a list of shapes. Otherwise, return None."""
     if not isinstance(shape, list):
         return None
     shapes = shape if shape and all(isinstance(s, list) for s in shape) else [shape]

@@ -17,8 +17,8 @@ from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 
-#: Limits of networks within a data center: the longest times of a step of a tree, and of a step of a ring of many
-#: workers; and the least bandwidth.
+#: Limits within a data center: no step of a tree takes longer than the first time, no step of a ring of many workers
+#: takes longer than the second, and no network has a lower bandwidth.
 _SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
@@ -29,7 +29,7 @@ _TEST = re.compile(
 _NUMBER = r"[0-9]{1,12}(\.[0-9]+)?"
 _HEADING = re.compile(r"#\s+(?=size\s+count\s)")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
-#: How far the ratio of the two bandwidths in a table may be from an all-reduce's ratio, because both are rounded.
+#: The tolerance for the ratio of the two bandwidths in a table of an all-reduce, because both are rounded.
 _ROUNDED = 0.05
 
 
@@ -38,8 +38,8 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
     If the traces tell which group shares gradients, only this group's all-reduces count. For each number of bytes, the
     median time without waits for late ranks counts. If the waits are not known, the fastest time counts, because waits
-    only add to it. `workers` is used if the traces do not tell the number of workers. Raises `InputError` if no traced
-    all-reduce has a known size, or if nothing tells the number of workers.
+    only make a collective longer. `workers` is used if the traces do not tell the number of workers. Raises
+    `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
     group = imported.gradients_group
@@ -126,7 +126,7 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """Return a table line's bytes, seconds, whether its results are right, and busbw over algbw; or None."""
+    """Return (bytes, seconds, whether the results are right, busbw over algbw) of a line of the table, or None."""
     time = max(k for k, word in enumerate(heading) if word == "time")
     columns = len(heading) + heading.count("timestamp")  # a timestamp is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]
@@ -140,7 +140,7 @@ def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | N
 
 
 def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:
-    """Return the sizes and times of a table. Raises `FileError` if its results are wrong or not of an all-reduce."""
+    """Return the sizes and times of a table. Raises `FileError` if results are wrong, or not from an all-reduce."""
     rows = [row for line in lines if (row := _row(line, heading)) is not None]
     for nbytes, _, right, _ in rows:
         if not right:

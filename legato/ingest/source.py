@@ -38,7 +38,7 @@ BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
-#: The most bytes of a trace that is read into memory, after decompression.
+#: The most bytes of a trace that is read into memory as a whole, after decompression.
 MOST_BYTES = 2**30
 
 
@@ -107,7 +107,7 @@ def read_blocks(path: Path, progress: Progress | None = None, limit: int | None 
 
 
 def read_all(path: Path, progress: Progress | None = None) -> bytes:
-    """Return all bytes of a file. Raises `FileError` if it has more than `MOST_BYTES`."""
+    """Return all bytes of a file. Raises `FileError` if the file has more than `MOST_BYTES`."""
     return b"".join(read_blocks(path, progress, MOST_BYTES))
 
 

@@ -33,8 +33,7 @@ class TracedOp:
     """One computation of a step.
 
     Before the op, the device was idle: for `gap_s` because the host had launched no work, for `stalled_s` during a
-    transfer that the op may have needed, and for `late_s` while a transfer that it may have needed waited for a late
-    rank.
+    transfer that the op may have needed, and for `late_s` while such a transfer waited for a late rank.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedTransfer:
-    """A traced collective. From `start_s` on, it waited `waited_s` for late ranks.
+    """A traced collective. From `start_s` on, the collective first waited `waited_s` for late ranks.
 
     `nbytes` are the bytes that this rank contributes, and `ranks` is the number of ranks that take part. `group` has
     the ranks of the process group, and `purpose` is the program's name for the group (empty if unknown). `peer` is the
@@ -106,7 +105,7 @@ class Gradient:
 
 @dataclass
 class Notes:
-    """Notes on what a trace lacks, and on what the importer assumes instead, without repetition."""
+    """Notes, without repetition, on what a trace lacks and what the importer assumes instead."""
 
     missing: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
@@ -148,8 +147,8 @@ class RankMeasure:
     of such waits in which nothing else happened. In the remaining time, `idle_s`, the device waited for its host. So C
     + exposed N + exposed waiting + idle = T. `undelayed_s` is T without the time by which late ranks delayed
     computation that had already been launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and
-    Caramel. `host_overlap` is the overlap that a plan can change: alpha, if the wait of the device for its host counts
-    as computation, and waits for late ranks do not count. `kinds` divides N and exposed N by kinds of collectives. The
+    Caramel. `host_overlap` is the overlap that a plan can change: alpha, where the device's waits for its host count as
+    computation, and waits for late ranks do not count. `kinds` divides N and exposed N by kinds of collectives. The
     kind `wait` is the time in which an operator still waits for a collective that has already ended in the trace.
     """
 
@@ -176,8 +175,8 @@ class ShardedGroup:
 
     `reshard` is the apparent value of `reshard_after_forward`: False if the group was not gathered in the backward
     pass. `ahead` says how many groups before its own hook the group is gathered, in the forward and in the backward
-    pass. `gathers` and `scatters` count its collectives. `forward_s` has a time for each module, in the order in which
-    modules ran, if they can be told apart. An embedding needs no gradient of its input.
+    pass. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each module,
+    in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
     """
 
     modules: tuple[str, ...]
@@ -220,7 +219,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Whole:
-    """The program of all ranks, with its own notes. If the traces lack something, it is None; `lacking` says what."""
+    """The program of all ranks, with notes. If the traces lack something, `program` is None; `lacking` says what."""
 
     program: Program | None
     notes: Notes
@@ -257,7 +256,7 @@ class Imported:
 
     @property
     def replicas(self) -> int | None:
-        """Return the number of workers that share gradients: of their group if the trace tells it, or of the job."""
+        """Return the number of workers that share gradients: the size of their group if known, or of the whole job."""
         group = self.gradients_group
         return len(group) if group else self.workers
 

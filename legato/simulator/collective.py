@@ -1,16 +1,16 @@
 """Simulation by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
 This is the model that planners use (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the
-plan's order: each message starts when the previous message has ended and all its tensors are ready. An all-reduce of n
-bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining` computes. If an
-all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half of its time,
-alpha/2 + beta/2 * n, except that the time to add up gradients belongs to the first half. Some collectives have no
-halves (`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
+plan's order: each message starts when the previous message has ended and all tensors of this message are ready. An
+all-reduce of n bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining`
+computes. If an all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half
+of the time, alpha/2 + beta/2 * n, except that the time to add up gradients belongs to the first half. Some collectives
+have no halves (`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs
-exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines these
-dependencies. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and
-is unpacked (earlier messages are unpacked while later ones are sent). With forward overlap, gradients are read from the
+exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines the dependencies
+of ops. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and is
+unpacked (earlier messages are unpacked while later ones are sent). With forward overlap, gradients are read from the
 buffers in which they arrived. Two kinds of tensors are copied: partitioned tensors that are not contiguous in memory
 (`legato.core.layout`), and tensors that are sent in a wire format. The worker's stream gathers such a tensor just
 before the first op that reads it. A wire format halves the bytes of a message.
@@ -50,7 +50,7 @@ _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 
 
 class _Priced(NamedTuple):
-    """A message's tensors, the ops for which it waits, and the seconds that it keeps the network busy.
+    """A message with its costs: its tensors, the ops for which it waits, and the seconds that it occupies the network.
 
     In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + the number of
     tensors. During computation, the message takes `delay_s` longer, and computation loses `overhead_s`.
@@ -90,7 +90,7 @@ def simulate(
 
 
 def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
-    """Return `simulate(...).iteration_s` without building spans. Raises what `simulate` raises."""
+    """Return `simulate(...).iteration_s` without building spans. Raises the same errors as `simulate`."""
     period = Period.of(workload)
     return _run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster).iteration_s
 
@@ -192,9 +192,9 @@ def _run(period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cl
 class _Run:
     """The simulation of one iteration.
 
-    Two cursors, one over the ops in execution order and one over the messages, advance while the times that they need
-    are known. All times are maxima and sums of earlier times, so it does not matter which cursor advances first. If
-    neither cursor can advance, ops and messages of the plan wait for each other.
+    Two cursors, one over the ops in execution order and one over the messages, advance as far as the times that they
+    need are known. All times are maxima and sums of earlier times, so it does not matter which cursor advances first.
+    If neither cursor can advance, ops and messages of the plan wait for each other.
     """
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
@@ -237,7 +237,7 @@ class _Run:
             self.order = [*backward, *period.updates_by_arrival(self.plan.messages), *forward]
 
     def _gather_s(self, cluster: Cluster) -> dict[int, float]:
-        """Return, by op, the seconds that it spends on gathering gradients before it starts."""
+        """Return, for each op that gathers gradients before it starts, the seconds that this takes."""
         tensors = self.period.workload.tensors
         if not cluster.unpack_s_per_byte:
             return {}
@@ -317,7 +317,7 @@ class _Run:
             self.missing[t] -= 1
 
     def deadlock(self) -> str:
-        """Say why neither cursor can advance: a message waits for a later op than the op that waits for the message."""
+        """Say why neither cursor can advance: an op waits for a message, which waits for a later op."""
         period, sent, stuck = self.period, len(self.message_start), self.order[self.computed]
         ops, tensors = period.workload.ops, period.workload.tensors
         late = next(op for op in self.messages[sent].waits if self.op_end[op] == _UNKNOWN)
@@ -348,13 +348,13 @@ class _ContendedRun(_Run):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
         self.packed_bytes = 0  # the bytes that have arrived and are still to be unpacked
-        # how many of the ops for which the next message waits are known to have ended, counted from the first
+        # of the ops for which the next message waits, the number of first ones known to have ended
         self.ready = 0
-        # how many of the tensors that the next op reads are known to have arrived, counted from the first
+        # of the tensors that the next op reads, the number of first ones known to have arrived
         self.read = 0
 
     def run(self) -> None:
-        """Compute all times, from each moment at which an op or a message begins or ends to the next such moment."""
+        """Compute all times by going through the moments at which an op or a message begins or ends."""
         # remaining seconds of computation, and the remaining fraction of the message
         now = op_left = message_left = 0.0
         op = message = None

@@ -2,11 +2,10 @@
 
     backward of this iteration ──► gradients on the network ──► optimizer ──► forward of the next
 
-The period starts with the backward pass. At that moment the results of the
-previous forward pass exist and the network is idle, so dependencies on that
-forward pass are left out. The remaining dependencies form a directed graph
-without cycles, which is the same for every plan. In a sharded plan the all-gathers come
-between the optimizer and the forward ops; `updates_by_arrival` is for these plans.
+The period starts with the backward pass. When the period starts, the results of the previous forward pass exist and the
+network is idle, so dependencies on that forward pass are left out. The remaining dependencies form a directed graph
+without cycles, which is the same for every plan. In a sharded plan the all-gathers come between the optimizer and the
+forward ops; `updates_by_arrival` is for these plans.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Period:
 
     @classmethod
     def of(cls, workload: Workload) -> Period:
-        """Return the period of a workload. It is computed once and cached in the workload, which is immutable."""
+        """Return the period of a workload, which is computed once and cached in the (immutable) workload."""
         kept: dict[str, Any] = workload.__dict__
         if "period" not in kept:
             kept["period"] = cls(workload)

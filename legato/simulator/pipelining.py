@@ -20,8 +20,8 @@ reducing round, distribution waits for the sum of the first chunk or of the last
 Rounds and bytes come from the collective (`legato.collectives`). If rounds differ, as in halving-doubling, `_rounds`
 simulates them one by one. With depth 1, all times are the linear costs of `Cluster.derive`.
 
-The second half of a message adds nothing up. It takes half of the time that the whole message would take if additions
-took no time; the first half takes the rest.
+The second half of a message adds nothing up. The second half takes half of the time that the whole message would take
+if additions took no time, and the first half takes the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read and write the framing of Chakra `.et` files: each protobuf message follows its length, a varint."""
+"""Read and write the framing of Chakra `.et` files: each protobuf message comes after its length (a varint)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frame(message: Any) -> bytes:
 
 
 def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
-    """Read the nodes of a file in file order. Raises `FileError` if it is no Chakra trace or repeats an id."""
+    """Read the nodes of a file in file order. Raises `FileError` if the file is no Chakra trace or repeats an id."""
     nodes: list[TraceNode] = []
     seen = set()
     for number, data in enumerate(_messages(path, read_blocks(path, progress, MOST_BYTES))):

@@ -5,7 +5,8 @@ nodes are the computation; the host's nodes only tell which thread launched a ke
 host operators, but not on the kernels that produced its inputs, so kernels keep their order. If there is no device, the
 host's nodes are the computation. Nodes are ordered by their data dependencies, and by their control dependencies if
 these are sound; ties are broken by id. Some converters write control dependencies on nodes that are missing from the
-file, or let a node depend on itself. Their control dependencies only tell which host operator launched a kernel.
+file, or let a node depend on itself. In files of these converters, control dependencies only tell which host operator
+launched a kernel.
 
 Each all-reduce or reduce-scatter is a gradient, which is ready after the last backward op on which it depends. In a
 trace that begins with the backward pass, as legato writes it, the readers of a gradient are the forward ops that depend
@@ -77,8 +78,8 @@ def import_chakra_program(
 ) -> Imported:
     """Import the program of a job (computation and communication) from the graphs of all ranks.
 
-    Raises `InputError` for a converted profile in which no node depends on the kernel of a collective, and if the
-    graphs contradict each other. Raises what `import_chakra` raises, too.
+    Raises `InputError` if the graphs contradict each other, or for a converted profile in which no node depends on the
+    kernel of a collective. Also raises what `import_chakra` raises.
     """
     notes, ranks, graphs = Notes(), _ranks(paths), dict[int, RankGraph]()
     for rank, path in ranks.items():
@@ -94,7 +95,7 @@ def import_chakra_program(
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
-    """Return the files by rank, from names `<prefix>.<rank>.et`, or otherwise by position."""
+    """Return the files by rank. File names tell the rank (`<prefix>.<rank>.et`), or otherwise the position."""
     found: dict[int, Path] = {}
     for position, path in enumerate(paths):
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
@@ -184,7 +185,7 @@ class _Graph:
         return order
 
     def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
-        """Return the nodes by Kahn's algorithm with ties broken by id, without cycles and their successors."""
+        """Return nodes in topological order (Kahn's algorithm, ties by id), without cycles and their successors."""
         left: dict[int, int] = {}
         feeds: dict[int, list[int]] = {}
         for key, deps in needs.items():
@@ -242,7 +243,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Return the phases by autograd's thread, which runs `*_backward`: ids grow in the order of execution."""
+        """Return phases from the ids, which grow over time, of nodes on autograd's thread, which runs `*_backward`."""
         threads = {
             n.attributes.get("tid")
             for n in self.order

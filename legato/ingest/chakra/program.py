@@ -1,9 +1,9 @@
 """The program of a job from the Chakra graphs of all ranks.
 
-A rank computes its nodes in the order of their dependencies, with ties broken by id. It starts a communication once it
-has computed everything on which the communication depends. Communications of one group start in order. A node waits for
-the communications on which it depends, directly or through nodes without computation. At the end of its graph, a rank
-waits for all communications for which no node has waited.
+A rank computes its nodes in the order of their dependencies, with ties broken by id. A rank starts a communication once
+it has computed everything on which the communication depends. Communications of one group start in order. A node waits
+for the communications on which it depends, directly or through nodes without computation. At the end of its graph, a
+rank waits for all communications for which no node has waited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from legato.ingest.traced import Notes, TracedTransfer
 
 __all__ = ["MOST_NEEDS", "RankGraph", "program"]
 
-#: More dependencies are an error: a trace of a gigabyte has fewer, and more would not fit into memory.
+#: The most dependencies. A trace of a gigabyte has fewer, and more would not fit into memory.
 MOST_NEEDS = 2**25
 
 
@@ -95,7 +95,7 @@ def _group(node: TraceNode) -> object:
 
 
 def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[int]]) -> TracedTransfer:
-    """Return a node as a transfer. Nodes that legato wrote carry gradients; their bytes are the bytes of results."""
+    """Return a node as a transfer. If legato wrote the node, it carries gradients, and its bytes are the result's."""
     told, seconds = node.attributes, graph.seconds(node)
     if node.type in SEND_RECEIVE:
         sends = node.type == SEND_RECEIVE[0]
@@ -123,7 +123,7 @@ def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[i
 def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Joint]) -> list[Action]:
     """Return the actions of a rank. `numbers` has the number of each node's communication.
 
-    Communications of one group run one after another anyway.
+    Communications of one group need no dependencies, since they run one after another anyway.
     """
     result: list[Action] = []
     needs: dict[int, set[int]] = {}  # the communications that each node needs and for which no earlier node has waited

@@ -3,10 +3,10 @@
 [Note: the marks of FSDP2] On the host, `fully_shard` marks the hooks of each group (`FSDP::pre_forward (layers.0)`),
 and inside each hook its own work (`FSDP::all_gather (layers.0)`). The computation of a group is what the host launches
 from the group's pre-forward hook to its post-forward hook, and from its pre-backward hook to its reduction. If groups
-are nested, the innermost counts. Computation outside all groups belongs to the root, whose marks name no module. The
-hook of a list of modules runs before each module of the list, but its name lists them in the order of
-`named_modules()`. Time in which a device waits for its host counts with the computation after it, because it does not
-depend on the groups.
+are nested, computation belongs to the innermost group. Computation outside all groups belongs to the root, whose marks
+name no module. The hook of a list of modules runs before each module of the list, but its name lists them in the order
+of `named_modules()`. Time in which a device waits for its host counts with the computation after it, because this time
+does not depend on the groups.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Mark(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The state from some moment on: FSDP's own work, the group whose hook ran last, and the group that computes.
+    """The state of the host: whether FSDP's own work runs, the group whose hook ran last, and the group that computes.
 
-    `part` is the number of the module in the computing group. If the root computes, it is the number of the group
-    before (-1 for none).
+    `part` is the number of the module in the computing group. If the root computes, `part` is the number of the
+    previous group (-1 for none).
     """
 
     own: _Mark | None
@@ -65,7 +65,7 @@ class _Sent(NamedTuple):
 
 
 def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sharded | None:
-    """Return the groups of a step, with median times over all similar steps, or None without marks of FSDP2.
+    """Return the groups of a step with median times over similar steps, or None if there are no marks of FSDP2.
 
     The steps belong to one rank and are not trimmed yet.
     """
@@ -118,7 +118,8 @@ class _Walk:
         self.batches, self.odd = 0, ""
         self.seconds: dict[tuple[bool, str, int], float] = defaultdict(float)  # by pass, group and part
         self.collectives: dict[tuple[str, str], list[_Sent]] = defaultdict(list)  # by kind and group
-        self.reduced_at: dict[_Mark, float] = {}  # when the collective of a mark was issued, with its gradients packed
+        # by mark, the time when its gradients were packed and its collective was issued
+        self.reduced_at: dict[_Mark, float] = {}
         self.update_s = self.copying_s = 0.0
         self.copied_nbytes = 0
         marks = list(self._marks())
@@ -171,7 +172,7 @@ class _Walk:
         return self.step.phases.within(moment_s) == "backward"
 
     def _follow(self, marks: Sequence[_Mark]) -> None:
-        """Record the state of the host from the begin and the end of each mark on."""
+        """Record how the state of the host changes at the begin and the end of each mark."""
         lasting = [m for m in marks if m.start_s < m.end_s]
         edges = [(m.start_s, True, m) for m in lasting] + [(m.end_s, False, m) for m in lasting]
         own, hook, behind = list[_Mark](), _ROOT, -1
@@ -201,7 +202,7 @@ class _Walk:
             self.parts[path] = max(self.parts.get(path, 0), opened[path] + 1)
             return self.order.index(path)
         if what == "pre_backward" and path in self.order and path not in opened:
-            for late in self.late:  # its computation has ended, although it is not reduced yet
+            for late in self.late:  # the group's computation has ended, although the group is not reduced yet
                 opened.pop(late, None)
             opened[path] = 0
             return self.order.index(path) - 1
@@ -239,7 +240,7 @@ class _Walk:
             self.collectives[kind, path].append(sent)
 
     def _compute(self) -> None:
-        """Add up the times of computation, each with the time for which the device waited for its host before."""
+        """Add up the times of computation, including the device's waits for its host before each computation."""
         step = self.step
         passes_end_s = max((p.end_s for p in step.phases.passes), default=step.phases.backward_s)
         busy = [(op.start_s, op.end_s, float(host)) for op, host in zip(step.ops, step.host_s, strict=True)]

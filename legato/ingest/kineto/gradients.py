@@ -2,11 +2,12 @@
 
 [Note: a parameter has no name in a trace] For each parameter, PyTorch records one `AccumulateGrad` operator in the
 backward pass. If shapes were recorded, the shape of this operator is the shape of the parameter. The autograd node just
-before has a sequence number, and the forward operator with the same number read the parameter. DDP's hook runs inside
-`AccumulateGrad`, so the gradient is ready to be sent after everything that was launched before the end of this operator
-and before the collective. Without shapes, the copies from the buckets back to the gradients (`copy_bucket_to_grad`)
-give the bytes: the parameters of a bucket are copied in the order in which their gradients became ready. For each
-bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes one tensor.
+before this operator has a sequence number, and the forward operator with the same number read the parameter. DDP's hook
+runs inside `AccumulateGrad`, so the gradient is ready to be sent after everything that was launched before the end of
+this operator and before the collective. Without shapes, the copies from the buckets back to the gradients
+(`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in the order in which their gradients
+became ready. For each bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes one
+tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
 
 
 def why_none(step: TracedStep) -> str:
-    """Return why a plan cannot be made for a step in which `gradients` finds none."""
+    """Return why no plan can be made for a step in which `gradients` finds no gradients."""
     sent = sum(t.carries_gradients for t in step.transfers)
     parameters = len(_accumulations(step))
     if not sent and not parameters:
@@ -107,7 +108,7 @@ def _of_pass(step: TracedStep, which: BackwardPass | None) -> list[_Parameter]:
         if sequence in forward and len(forward_ops):
             at = int(np.searchsorted(launched, forward[sequence]))
             if not step.on_device and at and step.ops[forward_ops[at - 1]].end_s > forward[sequence]:
-                at -= 1  # the operator runs inside the op
+                at -= 1  # `AccumulateGrad` runs inside the op
             readers = (forward_ops[min(at, len(forward_ops) - 1)],)
         args = columns.detail(row)
         dims = args.dimensions() if args is not None else None
@@ -128,7 +129,7 @@ def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int
 
 
 def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
-    """Return (row, end of the hook, sequence number of the node before) of each `AccumulateGrad` in the step."""
+    """Return (row, end of the hook, sequence number of the previous node) of each `AccumulateGrad` in the step."""
     columns, names = step.trace.operator, step.trace.names
     nodes = _backward_nodes(step)
     hook_end: dict[int, float] = {}

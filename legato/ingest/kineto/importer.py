@@ -30,7 +30,7 @@ from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasu
 
 __all__ = ["Graph", "import_kineto"]
 
-#: From a long trace, only steps in the middle are read that have about this number of events in all.
+#: From a long trace, only steps in the middle are read, with about this number of events in all.
 _MOST_EVENTS = 400_000
 #: Smaller differences of times are rounding errors: the finest times in a trace are nanoseconds.
 _ROUNDING_S = 1e-12
@@ -89,7 +89,7 @@ def import_kineto(
         _note_repairs(marks, notes)
     every = [_measured(whole, traces, notes) for whole in read_steps]
     chosen = _longest([step.measures for step in every]) if rank is None else rank
-    if chosen != first:  # its events are needed now; the events of all ranks together might not fit into memory
+    if chosen != first:  # only this rank's events are needed now; the events of all ranks might not fit into memory
         again = read(chosen, [step.whole[chosen].interval for step in every])
         for whole, trimmed, _ in every:
             trace = again[whole[chosen].interval.name].trace
@@ -194,7 +194,7 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
 
 
 def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
-    """Return the program of a step, or why the traces do not tell it."""
+    """Return the program of a step, or the reason why the traces do not give one."""
     notes = Notes()
     try:
         return Whole(program(title, steps, workers, notes, keep_idle=keep_idle), notes)
@@ -368,7 +368,7 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, list[TracedTransfer]]:
     """Return each rank's transfers with their waits.
 
-    A wait is the time by which a transfer takes longer than on the rank where it is shortest.
+    The wait of a transfer is its time beyond the time on the rank where the transfer is shortest.
     """
     transfers = transfers_of(steps)
     waited = {r: list(own) for r, own in transfers.items()}
@@ -388,7 +388,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
             (transfer.began_s, transfer.end_s)
         )
-    for kind, start, end in step.foreign_transfers:  # of the next step, since a step lasts until its own end
+    for kind, start, end in step.foreign_transfers:  # of the next step, since it is also traced until its own end
         by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])

@@ -29,7 +29,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 #: to the node.
 FSDP = ("FSDP::", "FullyShardedDataParallel.")
 _HOOKS = re.compile(r"AccumulateGrad$")
-#: Nodes that run whole graphs. They may send gradients, or communicate as a part of their computation.
+#: Nodes that run whole graphs. Such nodes may send gradients, or communicate as a part of their computation.
 _GRAPHS = re.compile(r"CompiledFunction")
 
 
@@ -62,7 +62,7 @@ class Phases:
 
 
 class Nodes:
-    """The nodes of autograd. They tell if a collective carries gradients, or is part of a node's computation.
+    """The nodes of autograd, which tell whether a collective carries gradients or is part of a node's computation.
 
     Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. A
     collective of any other node is part of the node's computation: for example, tensor parallelism adds up the
@@ -88,7 +88,7 @@ _Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
 
 
 def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool]) -> _Rows:
-    """Return each thread's rows with wanted names, and the latest end of all rows up to each row."""
+    """Return, for each thread, the rows with wanted names, and for each row the latest end so far."""
     matches = np.array([wanted(name) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(matches[columns.name])
     threads = columns.thread[rows]

@@ -4,9 +4,9 @@
 waits for which communication. If a device is idle although its next kernel has been launched, and communications end
 during this time, the kernel waits for the last of these communications. Any later op may wait for a communication that
 has already ended. It is assumed that the optimizer waits for gradients. For any other communication, it is assumed that
-the waiting op is the first one that was launched after the communication and began after its end: on a slower network
-no earlier op can wait. Nothing in a step waits for a communication that ends after the step. All other idle time is
-kept.
+the waiting op is the first op that was launched after the communication and began after the communication's end: on a
+slower network no earlier op can wait. Nothing in a step waits for a communication that ends after the step. All other
+idle time is kept.
 
 [Note: when a communication is started] The kernel of a communication begins when the host has launched the kernel, when
 earlier computation has ended, and when earlier work on its stream has ended. Only a kernel that waits for its own
@@ -43,8 +43,8 @@ def program(
 ) -> Program:
     """Return the program of one step and its traced time, from the untrimmed steps of all ranks.
 
-    The trace of one rank represents all ranks if all its communications are among all ranks. Raises `InputError` if
-    ranks contradict each other, or if a trace does not tell what a communication is.
+    The trace of one rank is enough if all its communications are among all ranks. Raises `InputError` if ranks
+    contradict each other, or if a trace does not tell what a communication is.
     """
     number = max(workers or 0, len(steps))
     if missing := [rank for rank in range(number) if rank not in steps]:
@@ -101,7 +101,7 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
 
 
 def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
-    """Return the shift of each rank's clock that makes communications end at the same time on all their ranks.
+    """Return the clock shifts of the ranks with which each communication ends at the same time on all its ranks.
 
     Ranks that no communications connect begin at the same time.
     """
@@ -193,7 +193,7 @@ class _Walk:
         return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
-        """Return the earliest start of each communication that this rank starts, in order (see the note above)."""
+        """Return the earliest start of each communication that this rank starts, in order (see the second note)."""
         step, found = self.step, list[tuple[float, int]]()
         host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
         latest: dict[tuple[int, ...], float] = {}
@@ -210,7 +210,7 @@ class _Walk:
         return deque(sorted(found, key=lambda start: start[0]))
 
     def _pauses(self) -> list[_Pause]:
-        """Return the pauses in which this rank waits for communications, in order (see the note above)."""
+        """Return the pauses in which this rank waits for communications, in order (see the first note)."""
         step, until, left = self.step, self.step.begin_s, set(range(len(self.step.transfers)))
         ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
         found = []

@@ -1,18 +1,18 @@
 """One step of one rank: the work of its device, with the time of each launch and the phase.
 
 [Note: two kinds of idle time] A device is idle for one of two reasons. Either the host has not launched the next kernel
-yet: no plan of transfers changes that, so the time belongs to the computation (`TracedOp.gap_s`). Or the kernel has
-been launched and waits for a transfer: planning can change that, so the time belongs to no op. The time of the launch,
-which the profiler records under the kernel's correlation number, separates the two: the kernel waits from its launch to
-the end of the last transfer that ends in the gap. A CPU has no launches, so the beginning of the gap counts instead. A
-launch that is recorded at its kernel's start or later only tells the difference between the clocks of host and device.
-In that case, the kernel waited if a transfer ended at its start, within this difference.
+yet: no plan of transfers changes that, so the idle time belongs to the computation (`TracedOp.gap_s`). Or the kernel
+has been launched and waits for a transfer: planning can change that, so the idle time belongs to no op. The time of the
+launch, which the profiler records under the kernel's correlation number, separates the two: the kernel waits from its
+launch to the end of the last transfer that ends in the gap. A CPU has no launches, so the beginning of the gap counts
+instead. A launch that is recorded at its kernel's start or later only tells the difference between the clocks of host
+and device. With such a launch, the kernel waited if a transfer ended at the kernel's start, within this difference.
 
-[Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. Its marks
-are not evenly spaced, because it waits when its queue is full. On the device, a step therefore begins when everything
-that was launched before the step is done, but not before the host begins it. It ends when the next step begins. All
-work of the device between begin and end counts, including the end of an earlier step's transfer or the beginning of a
-later step on another stream, so that no share of the step is larger than the step.
+[Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
+are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
+everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
+the next step begins. All work of the device between begin and end counts, including the end of an earlier step's
+transfer or the beginning of a later step on another stream. So no share of the step is larger than the step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "transfers_o
 
 #: A stream that waited for another stream continues within this time.
 _REACTION_S = 10e-6
-#: Less than a nanosecond, the finest time in a trace. Sums of equal times differ by less than this.
+#: This is less than a nanosecond, the finest time in a trace. If sums of times differ by less, they are equal.
 ROUNDING_S = 4e-10
 
 
@@ -93,7 +93,7 @@ class TracedStep:
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
 
     def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
-        """Return the time since which an op was ready, if the device is idle since `until_s` (see the note above)."""
+        """Return the time since which an op was ready, if the device is idle since `until_s` (see the first note)."""
         if not self.on_device:
             return until_s
         if host_s > op.start_s - ROUNDING_S:
@@ -167,8 +167,8 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """Return the sends and receives of each kernel that runs several of them."""
-    since: dict[int, float] = {}  # when each thread launched its last such kernel
+    """Return, for each kernel that runs several sends and receives, all of these."""
+    since: dict[int, float] = {}  # when each thread launched its last kernel with several sends and receives
     found = []
     for activity, what in zip(issued, described, strict=True):
         before = since.get(activity.thread, interval.start_s)
@@ -182,9 +182,9 @@ def _of_gradients(
 ) -> list[bool]:
     """Return, for each collective, whether it can carry gradients, provided that the backward pass issued it.
 
-    Integers are no gradients, and neither are sums that are part of a node of autograd. Losses and norms are recognized
-    by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has half). An all-reduce
-    within a compiled graph carries gradients if its bytes equal the bytes of parameters.
+    A collective of integers carries no gradients, and neither does one that is part of an autograd node. Losses and
+    norms are recognized by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has
+    half). An all-reduce within a compiled graph carries gradients if its bytes equal the bytes of parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 
@@ -295,8 +295,8 @@ def trim(step: TracedStep) -> TracedStep:
 class _Stalls:
     """The times in which computation may have waited for the network.
 
-    With `waiting`, they include the times in which collectives waited for late ranks. The transfer time of a collective
-    that carries no gradients is never included, because it is an op of the step.
+    With `waiting`, the times include waits of collectives for late ranks. The transfer time of a collective that
+    carries no gradients is never included, because such a collective is an op of the step.
     """
 
     def __init__(self, step: TracedStep, waiting: bool) -> None:

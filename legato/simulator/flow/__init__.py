@@ -8,7 +8,7 @@
 - `engine/` runs the graph that all these parts build.
 - `pricing.py` gives planners the cost of a message on a fabric.
 
-docs/simulator.md and docs/shared_networks.md explain the model. Importing this package compiles nothing.
+docs/simulator.md and docs/shared_networks.md explain the model. No code is compiled when this package is imported.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _IDLE = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
 def cluster_for(name: str, fabric: Fabric, network: Network) -> Cluster:
     """Return the machines as planners see them, with the cost of a message on this fabric, called `name`.
 
-    For parameter servers, and where formulas give the cost, this is `Network.cluster`. Raises what `simulate_flow`
-    raises.
+    For parameter servers, and for networks with formulas, return `Network.cluster`. Raises the same errors as
+    `simulate_flow`.
     """
     alike = network.flat and network.sharing == "fifo" and len(set(network.link_scale)) <= 1
     if fabric.servers or (PRICED_AS.get(name, name) in COLLECTIVES and fabric.message_bytes is None and alike):

@@ -4,7 +4,7 @@
 gloo runs it later; the mark (`gloo:all_reduce`) shows the time of this run. The record id of a mark follows the id of
 its operator. If there are no ids, marks are matched with operators by size and order, since gloo's threads nearly
 always begin collectives in order. The operator tells which collective was issued, and where: gloo runs a reduce-scatter
-as an all-reduce, and names it so.
+as an all-reduce, and marks it as an all-reduce.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TRIES = 8
 
 
 class Activity(NamedTuple):
-    """An event that ran from `start_s` to `end_s` (seconds). The host launched it at `host_s` on `thread`."""
+    """An event that ran from `start_s` to `end_s` (seconds). The host launched the event at `host_s` on `thread`."""
 
     name: str
     host_s: float
@@ -75,7 +75,7 @@ class Described(NamedTuple):
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """Return the kernels, copies and fills that the host launched, or without a device, its outermost operators.
+    """Return the kernels, copies and fills that the host launched, or without a device, the outermost operators.
 
     Only launches between the two times count. Time in which the host issues collectives, waits for them or runs them is
     no computation, even inside an operator.
@@ -134,7 +134,7 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """Return the collectives that the host issued between the two times (see the note above).
 
-    They are events of the device (see `_sends`), or marks on the host, for example of gloo or MPI.
+    The collectives are events of the device (see `_sends`), or marks on the host, for example of gloo or MPI.
     """
     if not _on_host(trace):
         return _device_activities(trace, start_s, end_s, _sends(trace))
@@ -252,7 +252,7 @@ def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
 def _elements(args: Arguments | None) -> int | None:
     """Return the elements that a collective sends.
 
-    They are in the second argument if that is a tensor, since results come first.
+    These elements are in the second argument if that is a tensor, since results come first.
     """
     dims = None if args is None else args.dimensions()
     if not isinstance(dims, list):
@@ -307,12 +307,12 @@ def _device_activities(trace: Trace, start_s: float, end_s: float, wanted: NDArr
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return when and on which thread the host launched each device event, by correlation or by its operator.
+    """Return when and on which thread the host launched each device event.
 
-    A stream runs its events in the order of their launches. If the trace has neither the launch nor the operator of an
-    event, the event therefore gets the launch time of the previous event in its stream, or -inf (before the trace) if
-    it is the first. In a stream without any known launch, events get their start as launch time. The thread of an
-    unknown launch is -1.
+    A launch is found by correlation, or otherwise by its operator. A stream runs its events in the order of their
+    launches. So an event without launch and operator in the trace gets the launch time of the previous event in its
+    stream, or -inf (before the trace) if it is the first event. In a stream without any known launch, the launch time
+    of an event is its start. The thread of an unknown launch is -1.
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)
@@ -332,11 +332,11 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
-    """Return the sends and receives of a kernel that runs several.
+    """Return the sends and receives of a kernel that runs several of them.
 
-    They are the ones that its thread has issued since `since_s` without a kernel.
+    The thread of the kernel has issued these sends and receives since `since_s`, without separate kernels.
 
-    The result is empty if the trace does not tell the peers and bytes of all of them.
+    The result is empty if the trace lacks the peer or the bytes of one of them.
     """
     columns, found = trace.operator, list[Sent]()
     for i in range(*map(int, np.searchsorted(columns.start, (since_s, activity.host_s)))):
@@ -355,8 +355,9 @@ def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...
 def describe(trace: Trace, activity: Activity) -> Described:
     """Return a description of a collective.
 
-    The description comes from the arguments of the kernel if NCCL wrote them. Otherwise it comes from the host events
-    around the launch: `nccl:all_reduce`, `record_param_comms` and the issuing operator, which knows the kind best.
+    The description comes from the arguments of the kernel if NCCL wrote them. Otherwise, the description comes from the
+    host events around the launch: `nccl:all_reduce`, `record_param_comms` and the issuing operator, which knows the
+    kind best.
     """
     told, host_names = _told(trace, activity)
     nbytes, integers, itemsize, ranks, peer = None, False, None, None, -1
@@ -406,7 +407,7 @@ def _size(args: Arguments) -> tuple[int | None, bool, int | None]:
 
 
 def _peer(args: Arguments) -> int:
-    """Return the other rank of a send or receive, or -1 if it is neither or the trace does not tell."""
+    """Return the other rank of a send or receive, or -1 for other collectives or if the trace does not tell it."""
     told = {"send": args.receiver, "recv": args.sender}
     return whole_number(told.get(collective_kind(args.collective or "") or ""))
 

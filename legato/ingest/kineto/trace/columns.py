@@ -23,7 +23,7 @@ __all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "rows_with", "whole
 
 Number = int | float | str | None
 
-#: The number of launches, and of device events, that are kept outside a step.
+#: The number of launches outside a step that are kept, and the number of device events.
 NEAREST = 2**15
 _MISSING = -1
 
@@ -122,7 +122,7 @@ class EventColumns:
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event. `name` and `thread` are indices of the trace's tables; without `keep`, only store ids."""
+        """Append an event. `name` and `thread` are indices of the trace's tables. Only `keep` stores all of `args`."""
         number = -1
         if keep:
             number = self._numbers.setdefault(args.key(), len(self._details))
@@ -171,7 +171,7 @@ class EventColumns:
         del self._detail
 
     def repeats(self) -> NDArray[np.bool_]:
-        """Return which events repeat another event, except for its arguments. One event of each set is not counted."""
+        """Return which events are repeats: all but one event of each set of events that differ only in arguments."""
         columns = self.link, self.thread, self.name, self.end, self.start
         order, found = np.lexsort(columns), np.zeros(len(self), np.bool_)
         found[order[1:]] = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
@@ -184,7 +184,7 @@ class EventColumns:
         return int(rows.sum())
 
     def end_in_turn(self) -> int:
-        """Cut each event off where the next one of its thread begins, and return how many would have gone on."""
+        """End each event at the begin of the thread's next event if it outlasts that event; return how many did."""
         count = 0
         for thread in np.unique(self.thread):
             rows = np.flatnonzero(self.thread == thread)

@@ -37,7 +37,7 @@ __all__ = [
     "read_trace",
 ]
 
-#: Operators by which gradients and collectives are found.
+#: The operators by which gradients and collectives are found.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 COLLECTIVE_NAME = re.compile(r"(?:\w*ccl|gloo|mpi|ucc):(\w+)")
 #: The operators that issue collectives.
@@ -49,10 +49,11 @@ _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _MARKS = re.compile(rf"{_STEP}|{_UPDATE}|{COLLECTIVE_NAME.pattern}")
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
-#: Categories, in lower case. Profilers before 2022 wrote categories of one word, and marks among the operators.
+#: The kinds of event categories, in lower case. Profilers before 2022 wrote categories of one word, and marks among the
+#: operators.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: Events of another rank are at least one for this number of the rank's own events. If there are fewer, they belong to
-#: no other rank, and may be wrong even if all other events are right.
+#: If a trace has fewer events of another device than one for this number of the rank's own events, these events are
+#: strays: they belong to no other rank, and may be wrong even if all other events are right.
 STRAY = 20
 #: An event has a wrong time if it begins this much before an event that was launched earlier.
 _MISPLACED_S = 0.1
@@ -234,7 +235,7 @@ def read_trace(
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
-    # a stream cannot run the same event twice, so the file has it twice
+    # a stream cannot run the same event twice at once, so the file has the event twice
     if (device.repeats() & (device.end > device.start)).any():
         marks.repeats = max(marks.repeats, sum(columns.drop(columns.repeats()) for columns in by_kind.values()))
     marks.misplaced = max(marks.misplaced, device.drop(_misplaced(trace)))
@@ -263,7 +264,7 @@ def _misplaced(trace: Trace) -> NDArray[np.bool_]:
 
 
 def _align(trace: Trace) -> float:
-    """Set the clock of the device forward if most events begin before their launches, and return by how much."""
+    """Set the device's clock forward if most events begin before their launches, and return the shift in seconds."""
     early = _launched_s(trace) - trace.device.start
     if not np.isfinite(early).any() or np.nanmedian(early) <= 0:
         return 0.0
@@ -309,7 +310,7 @@ def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
 
 
 def _number(value: Number) -> float:
-    """Return the microseconds in a trace, or NaN if there are none."""
+    """Return a time of a trace in microseconds, or NaN if the trace has no valid number."""
     if not isinstance(value, float):
         try:
             value = float(value if value is not None else math.nan)

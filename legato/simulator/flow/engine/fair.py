@@ -24,15 +24,15 @@ __all__ = ["fair_rates", "run_fair"]
 #: A flow has ended when only this fraction of its bytes is left.
 _NOTHING = 1e-12
 _NO_WEIGHT = np.empty(0, np.int64)
-#: A flow: the times when it is ready and when it starts; its bytes on links, the bytes left, and their rate; its time
-#: on no link; and the number of services for which its services wait.
+#: A flow: the time when it is ready, and its start; the bytes that it puts on links, the bytes left, and their rate;
+#: its time on no link; and the number of services for which its services wait.
 _STATE = np.dtype(
     [(name, "f8") for name in ("ready_s", "start_s", "size", "left", "rate", "fixed_s")] + [("held_back", "i8")]
 )
 
 
 class _Flows(NamedTuple):
-    """The flow of each service, the service's delay after its flow in seconds, and its bytes.
+    """All flows: for each service, its flow and its delay after the flow in seconds; for each flow, its bytes.
 
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
@@ -90,7 +90,7 @@ def _flows(records, successors):
     parent = np.arange(total)
     lag_s = np.zeros(total)
     changed = True
-    while changed:  # repeated as often as the longest path of cut-through services has edges
+    while changed:  # repeats as often as the longest path of cut-through services has edges
         changed = False
         for i in range(total):
             for e in range(records[i].first, records[i].first + records[i].count):
@@ -224,7 +224,7 @@ def _next_s(states, waiting, active, now):
 
 @compiled
 def _moved(states, active, now, until):
-    """Move all active flows until a moment, and return (flows that go on, flows that end)."""
+    """Let all active flows send up to a moment, and return (flows that go on, flows that end)."""
     moving, ended = [0][:0], [0][:0]
     for f in active:
         flow = states[f]

@@ -55,7 +55,7 @@ class Graph:
             raise self._too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """Let `after` wait for `before`, element by element (the two arrays are broadcast)."""
+        """Let each service in `after` wait for the one in `before` (the two arrays are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:

@@ -4,9 +4,9 @@
   free, because the link's next service is already known.
 - *Priorities*: a free link begins the ready service with the highest priority, and on a tie the first in the order
   `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same earliest
-  moment, the service with the highest priority begins first, since the services that it releases at this moment may go
-  before the others. So the loop goes through all moments at which a service becomes ready or a link becomes free, and
-  is slower.
+  moment, the service with the highest priority begins first, since services that it releases at this moment may have
+  priority over the remaining services. So the loop goes through all moments at which a service becomes ready or a link
+  becomes free, and is slower.
 
 If only one of many identical workers is simulated (`alone.py`), services are *trips*, first come, first served.
 
@@ -50,7 +50,7 @@ event.register("numba:compile", _timer)
 _NONE = -1
 #: Values of `next` that are not a service: the service is the last one of its queue, or it has left its queue.
 _LAST, _DONE = -1, -2
-#: An entry of the heap with this number or a lower one is a link.
+#: Ids in the heap from this number down are links.
 _FIRST_LINK = -2
 
 
@@ -96,7 +96,7 @@ def link_edges(records, before, after):
         record = records[i]
         record.first, record.count, record.missing = at, count[i], missing[i]
         at += count[i]
-        count[i] = record.first  # from here on: the place of the next edge
+        count[i] = record.first  # from now on, `count` has the place of the next edge
     successors = np.empty(at, np.int32)
     for e in range(len(before)):
         i = before[e]
@@ -131,7 +131,7 @@ def _run(records, successors, num_links, profiles, priority, trips):
     # ready services on links, and on no link
     heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)
     sizes = np.zeros(2, np.int64)  # the sizes of the heap and of the stack
-    # the last service of each queue: after each link, and before each link
+    # the last services of the queues: for each link, a queue of its successors, and a queue of its own services
     ends = np.full(2 * num_links, _NONE, np.int32)
     links = np.zeros(num_links, _LINK)
     # the children of each service in the heap of its link
@@ -182,7 +182,7 @@ def _serve(profiles, service, i, links):
 
 @_inlined
 def _travel(trips, service, i, links):
-    """Run trip i now, and return its end. Its transfers occupy both links."""
+    """Run trip i now, and return its end. The transfers of the trip occupy both links."""
     work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
     end = first = last = 0.0
     for k in range(trips.received[i]):
@@ -338,7 +338,7 @@ def _admitted(records, priority, heap, sizes, links, below, now, i):
 
 @_inlined
 def _wake(records, priority, heap, sizes, links, number):
-    """If a service waits for the link, add the moment when the link becomes free to the heap."""
+    """If a service waits for the link, add to the heap the moment at which the link becomes free."""
     link = links[number]
     if link.root != _NONE and not link.woken:
         link.woken = True

@@ -1,19 +1,20 @@
 """Services on links and streams, which wait for one another. The engine runs nothing else.
 
-[Note: one primitive] A *service* keeps one link busy for `work_s` seconds. It is ready when all services for which it
-waits have released it, and a link serves ready services first come, first served. A service A releases another service
-B in one of two ways:
+[Note: one primitive] A *service* keeps one link busy for `work_s` seconds. A service is ready when all services for
+which it waits have released it. A link serves ready services first come, first served. A service A releases another
+service B in one of two ways:
 
 - *after*: `delay_s` after the end of A;
 - *cut through*: `delay_s` after the begin of A. B then cannot end before `delay_s` after the end of A (the tail of a
   message that is forwarded while it is received).
 
-This covers all cases. A transfer is a service on the sender's link and a service on the receiver's link, released cut
-through. In multicast, one service releases several services cut through. In in-network aggregation, several services
-release one, cut through or after. Computation is a service on no link. A barrier is a service that takes no time.
+This is enough for all fabrics. A transfer is a service on the sender's link and a service on the receiver's link,
+released cut through. In multicast, one service releases several services cut through. In in-network aggregation,
+several services release one, cut through or after. Computation is a service on no link. A barrier is a service that
+takes no time.
 
 A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the tail passes
-later. In the meantime, it serves other services.
+later. Until the tail passes, the faster link serves other services.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Trips(NamedTuple):
     """Transfers from a worker to itself, by service, for each service i on a link.
 
     Service i has `laps[i]` laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
-    seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The two
-    numbers are equal, except that a multicast sends once what is received several times.
+    seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The
+    numbers of sent and received transfers are equal, except in a multicast, which sends once and is received several
+    times.
     """
 
     laps: NDArray[np.int64]

@@ -74,7 +74,7 @@ def made(found: Any, name: str) -> Fabric:
 
 
 def fabric(name: str | Fabric, **options: Any) -> Fabric:
-    """Return the fabric with this name, with `options` in place of its defaults. `name` may be a fabric itself.
+    """Return the fabric with this name, with `options` in place of its defaults. `name` may also be a fabric object.
 
     Raises `InputError` on an unknown fabric or option (with the nearest names), and on an invalid value.
     """
@@ -120,6 +120,6 @@ def _fields(usual: Fabric) -> list[str]:
 
 
 def _options(name: str | Fabric) -> set[str]:
-    """Return the options that do not turn a fabric into another fabric of `FABRICS`."""
+    """Return the options of a fabric, without options that turn it into another fabric of `FABRICS`."""
     known = set(_fields(_named(name))) - {"multicast", "algorithm"}
     return known if "aggregation" in label(name) else known - {"aggregation"}

@@ -1,10 +1,10 @@
 """The interface of a fabric, and the base class of collectives.
 
 A fabric describes how gradients become sums (`reduce`) and how sums reach all workers (`distribute`), by adding
-transfers to a graph; it does not compute times. Both methods take and return arrays of ids of services, one row per
-fragment. `ready[m, r]` ends when worker r may send fragment m. `held[m, ...]` ends when the sum, or the part of the sum
-that a worker or server holds, is complete. The services that `distribute` returns end when worker r has the whole sum.
-The first axis of every array for the topology counts the fragments.
+transfers to a graph; it does not compute times. `reduce` and `distribute` take and return arrays of ids of services,
+with one row per fragment. `ready[m, r]` ends when worker r may send fragment m. `held[m, ...]` ends when the sum, or
+the part of the sum that a worker or server holds, is complete. The services that `distribute` returns end when worker r
+has the whole sum. The first axis of every array for the topology counts the fragments.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fabric(Protocol):
         ...
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether the fabric sees the same network from every worker, provided that all compute alike."""
+        """Return whether the network looks the same to the fabric from every worker, if all workers compute alike."""
         ...
 
     def simulated(self, network: Network) -> int:
@@ -57,12 +57,12 @@ class Fabric(Protocol):
     def services(self, network: Network) -> tuple[int, int]:
         """Return the least number of services on links to reduce a fragment, and to distribute its sum.
 
-        A transfer is two services. By this number, a simulation that is too large is refused before it is built.
+        A transfer is two services. A simulation that is too large is refused by this number, before its graph is built.
         """
         ...
 
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
-        """Return the server of each tensor, or None if there is only one place."""
+        """Return the server of each tensor, or None if all tensors are in one place."""
         ...
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids: ...
@@ -73,9 +73,9 @@ class Fabric(Protocol):
 class Collective:
     """The base class of fabrics without servers, in which all workers play the same role.
 
-    `in_flight` limits the number of messages at once. With 1, messages are sent one after another, as planners assume
-    and the runtime does. With None, all ready messages are sent at once. Messages are split into fragments of at most
-    `message_bytes` bytes.
+    `in_flight` limits the number of messages at once. If it is 1, messages are sent one after another, as planners
+    assume and as the runtime sends them. If it is None, all ready messages are sent at once. Messages are split into
+    fragments of at most `message_bytes` bytes.
     """
 
     in_flight: int | None = 1

@@ -55,7 +55,7 @@ class WholeRing(Collective):
         return held[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send the sum around again, starting at the last worker of the first half."""
+        """Send the sum around the ring again, starting at the last worker of the first half."""
         n, rows = topology.workers, fragments.order
         last = topology.worker(_first(topology, fragments) - 1)
         at = np.broadcast_to(held, (len(fragments), n))[rows, last]

@@ -1,5 +1,5 @@
 """The iterations of one job as a graph.
 
-Each worker's computation (`compute.py`) and its messages become a graph (`unroll.py`). `run.py` runs the graph, and
-`result.py` reads the result.
+`compute.py` describes each worker's computation, and `unroll.py` builds the graph of computation and messages. `run.py`
+runs the graph, and `result.py` reads the result.
 """

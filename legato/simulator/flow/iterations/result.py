@@ -30,7 +30,7 @@ Times = NDArray[np.float64]
 class IterationTimes:
     """The times of an `Iteration` (unroll.py), for the workers that are kept.
 
-    `forward_s` and `backward_s` [segment, worker] are the begins of segments. `computed_s` is the end of the last
+    `forward_s` and `backward_s` [segment, worker] are the starts of segments. `computed_s` is the end of the last
     forward op, and all other times are the ends of services.
     """
 
@@ -110,7 +110,7 @@ class ComputeTimes:
 class Transfers:
     """All transfers on links. The outgoing link of worker w is 2w, and its incoming link is 2w + 1.
 
-    A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` in addition.
+    A byte takes `s_per_byte[link]` seconds. On its sender's link, a transfer takes `sending_s` more.
     """
 
     link: NDArray[np.int32]
@@ -134,8 +134,8 @@ class MessageTimes:
     """The times when the fragments of the last iteration's messages are in flight.
 
     Fragment i of message `message[i]` is in flight for worker w from `start_s[i, w]`, when it may be sent, to `end_s[i,
-    w]`, when it has arrived. If the number of messages in flight is limited, it is in flight until it has arrived on
-    all workers.
+    w]`, when it has arrived. If the number of messages in flight is limited, a fragment is in flight until it has
+    arrived on all workers.
     """
 
     message: NDArray[np.int64]
@@ -147,7 +147,7 @@ class MessageTimes:
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
         """Return the times of reducing fragments, then of distributing ones, which a barrier releases all at once."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
-        if unrolled.fabric.in_flight is not None:  # other messages wait until it has arrived everywhere
+        if unrolled.fabric.in_flight is not None:  # other messages wait until the message has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
         sums = np.broadcast_to(run.summed_s.max(axis=1, keepdims=True), (len(reducing), received_s.shape[1]))
         barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
@@ -164,9 +164,9 @@ class MessageTimes:
 class FlowResult:
     """The times of K iterations of W workers with T tensors (ordered as `workload.tensors`), in seconds from the start.
 
-    If workers are identical, W may be smaller than the number of workers of the network. Column w is worker `ranks[w]`,
-    and `members[w]` workers have its times, including this worker. `num_events` is the number of simulated services on
-    links and streams. Metrics describe the last iteration, except `iteration_s`.
+    If workers are identical, W may be smaller than the number of workers of the network. Column w of the arrays is
+    worker `ranks[w]`, and `members[w]` workers (including this one) have these times. `num_events` is the number of
+    simulated services on links and streams. Metrics describe the last iteration, except `iteration_s`.
     """
 
     workload: Workload
@@ -213,7 +213,7 @@ class FlowResult:
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration. If there are several, it is the mean of all but the first."""
+        """Return the seconds of one iteration. If there are several iterations, it is the mean of all but the first."""
         if self.iterations == 1:
             return float(self.end_s[0])
         return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)
@@ -271,7 +271,8 @@ class FlowResult:
     def straggler_effect(self) -> float:
         """Return TicTac's straggler effect.
 
-        It is the longest wait of a worker after its backward pass for the slowest worker, over the iteration.
+        For the worker that waits longest for the slowest worker after its backward pass, it is this wait, over the
+        iteration time.
         """
         ends = self.backward_end_s[-1]
         return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
@@ -299,8 +300,8 @@ class FlowResult:
     def last_s(self) -> float:
         """Return T, the seconds of worker 0's last iteration.
 
-        It is `iteration_s`. If jitter makes iterations differ, it is the time between the ends of worker 0's
-        computation in the last iteration and in the iteration before.
+        T is `iteration_s`, or, if jitter makes iterations differ, the time from the end of worker 0's computation in
+        the second to last iteration to the end in the last iteration.
         """
         if (self.compute.slowdown == self.compute.slowdown[-1]).all():
             return self.iteration_s
@@ -323,10 +324,10 @@ class FlowResult:
     def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
         """Return the timeline of the last iteration, from its first event on.
 
-        It has the spans of `workers` (None: all that were kept), and its iteration time is `last_s`. The lanes are
-        "compute" and "network"; the span of a message begins when the message may be sent, and ends when it has
-        arrived. With `links`, if transfers were kept, there are also the lanes "out" and "in" with everything that the
-        worker's link carries, also for other workers. Raises `InputError` on a worker that was not kept.
+        The timeline has the spans of `workers` (None: all workers that were kept), and its iteration time is `last_s`.
+        The lanes are "compute" and "network"; the span of a message begins when the message may be sent, and ends when
+        it has arrived. With `links`, if transfers were kept, there are also the lanes "out" and "in" with everything
+        that the worker's link carries, also for other workers. Raises `InputError` on a worker that was not kept.
         """
         column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
         for worker in () if workers is None else (workers := list(workers)):

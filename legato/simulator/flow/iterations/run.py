@@ -43,7 +43,7 @@ __all__ = [
 _MOST_ITERATIONS = 1000
 #: Fabrics whose transfers can all be simulated with one worker. A fabric derived from these may send differently.
 _ALONE = (AllReduce, MulticastRing)
-#: The most services that trips may represent. A thousand million take about ten seconds.
+#: The most services that trips may represent. A thousand million services take about ten seconds.
 _MOST_ON_TRIPS = 4_000_000_000
 
 
@@ -81,9 +81,9 @@ def simulate_flow(
     `workload` is one workload for all workers, or a sequence with one per worker, which may differ only in the
     durations of ops. Without a plan, `plain_plan` is used. With `iterations` None, one iteration is simulated if all
     workers start together (with a barrier, or if they are identical) or the network is disturbed, and otherwise three.
-    `keep_transfers` False drops the data that only the link lanes of `FlowResult.timeline` need; then identical workers
-    in a ring, a shuffle or doublings take little time and memory. By default, only a few of many identical workers are
-    simulated; `symmetry` False simulates every worker.
+    `keep_transfers` False drops the data that only the link lanes of `FlowResult.timeline` need; without this data,
+    identical workers in a ring, a shuffle or doublings take little time and memory. By default, only a few of many
+    identical workers are simulated; `symmetry` False simulates every worker.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.
@@ -116,7 +116,7 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """Return the graph that `simulate_flow` runs if it keeps transfers. Arguments and errors are the same."""
+    """Return the graph that `simulate_flow` runs if it keeps transfers, with the same arguments and errors."""
     case = _case(workload, plan, fabric, network, iterations)
     return case.unroll(case.topology(symmetry=symmetry, keep_transfers=True))
 
@@ -138,7 +138,7 @@ def check_iterations(iterations: int) -> None:
 
 
 def checked_plan(plan: Plan | None, workload: Workload, fabric: Fabric) -> Plan:
-    """Return the plan, or `plain_plan` if it is None. Raises `InputError` on a plan that cannot be simulated here."""
+    """Return the plan, or `plain_plan` if it is None. Raises `InputError` on a plan that this simulator cannot run."""
     plan = plain_plan(workload, fabric) if plan is None else plan
     check_plan(plan, workload)
     check_flow_plan(plan)
@@ -207,7 +207,7 @@ class Case:
 
     @property
     def symmetric(self) -> bool:
-        """Return whether all workers are alike and the fabric sees the same network from each of them."""
+        """Return whether all workers are alike, and the network looks the same to the fabric from each worker."""
         return self.alike and self.network.sharing == "fifo" and self.fabric.symmetric(self.network)
 
     @property

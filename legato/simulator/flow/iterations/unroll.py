@@ -4,9 +4,9 @@ On parameter servers, an iteration runs from barrier to barrier (distribution, f
 workers that receive their parameters late start the backward pass late. On collectives, an iteration is the period of
 `legato.simulator.period`: backward, all-reduce, next forward.
 
-A worker launches its messages in the plan's order: each message when the previous message has been launched and its own
-tensors are ready. Servers are independent of that order: they send each sum when it is complete, or, with a barrier,
-all sums when all are complete.
+A worker launches its messages in the plan's order: each message once the previous message has been launched and the
+tensors of this message are ready. Servers do not follow the plan's order: they send each sum when it is complete, or,
+with a barrier, all sums when all are complete.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ class Unrolled:
             return complete
         released = np.broadcast_to(complete, (len(complete), self.topology.size)).copy()
         mine = launched[self.distributing.message[separate]]
-        # Such a message is launched when its sums are complete, and the next message waits for that launch.
+        # A message with a separate launch is launched when its sums are complete, and the next message waits for this
+        # launch.
         self.graph.edge(released[separate], mine)
         released[separate] = mine
         return released
@@ -235,5 +236,5 @@ class Unrolled:
         return self.fabric.distribute(self._tagged(k, self.distributing), self.distributing, released)
 
     def _tagged(self, k: int, fragments: Fragments) -> Topology:
-        """Return the topology for the fragments of iteration k. Their tag is iteration * messages + message."""
+        """Return the topology for iteration k, whose fragments have the tag iteration * messages + message."""
         return self.topology.tagged(k * len(self.plan.messages) + fragments.message)

@@ -1,6 +1,6 @@
 """The network of a flow simulation.
 
-It has hosts and their links (`network.py`), the switches above them (`switches.py`), temporary slowdowns
-(`disturbances.py`), and the ways to send (`topology.py`, or `alone.py` if only one of many identical workers is
-simulated).
+The network consists of hosts and their links (`network.py`), the switches above them (`switches.py`), temporary
+slowdowns (`disturbances.py`), and the ways to send (`topology.py`, or `alone.py` if only one of many identical workers
+is simulated).
 """

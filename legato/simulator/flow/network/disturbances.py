@@ -33,7 +33,7 @@ __all__ = [
 #: The kinds of things that can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a
 #: spine, or a worker's computation.
 DISTURBED = ("link", "server", "uplink", "spine", "compute")
-#: The text for no disturbances.
+#: The text that means no disturbances.
 UNDISTURBED = "none"
 #: The most disturbances. If links are shared fairly, all rates are computed again at every change of a link.
 _MOST_DISTURBANCES = 10_000
@@ -44,13 +44,13 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """A slowdown of one link or worker by `factor` from `start_s` to `end_s`. With `math.inf`, it stands still.
+    """A slowdown of one link or worker by `factor` from `start_s` to `end_s`, or a standstill (`math.inf`).
 
     `kind` is "link" (both directions of worker `number`'s link), "server" (a server's link), "uplink" (all links
     between a leaf, of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a fat tree are
-    numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the simulation. The
-    factors of several disturbances of the same link or worker are multiplied. Raises `InputError` on a value out of
-    range.
+    numbered pod by pod) or "compute" (a worker's computation). `start_s` and `end_s` count from the start of the
+    simulation. The factors of several disturbances of the same link or worker are multiplied. Raises `InputError` on a
+    value out of range.
     """
 
     kind: Literal["link", "server", "uplink", "spine", "compute"]
@@ -97,7 +97,7 @@ def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
 
 
 class Profile(NamedTuple):
-    """A factor over time: `factor[k]` from `start_s[k]` (at first 0) until `start_s[k + 1]`, the last one forever."""
+    """A factor over time: `factor[k]` holds from `start_s[k]` until `start_s[k + 1]`; the last factor holds forever."""
 
     start_s: tuple[float, ...]
     factor: tuple[float, ...]
@@ -119,7 +119,7 @@ class Profile(NamedTuple):
     def end_s(self, begin_s: Times, work_s: Times) -> Times:
         """Return the ends of work that begins at `begin_s` and would take `work_s` undisturbed (arrays of one shape).
 
-        Times are added in the same order as in `loop.served`.
+        Times are added in the same order as in `loop.served`, with equal rounding.
         """
         at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
         for k, factor in enumerate(self.factor):
@@ -151,7 +151,7 @@ class Profiles:
 
     @classmethod
     def of(cls, disturbances: Iterable[Disturbance], links_of: Callable[[str, int], Iterable[int]]) -> Profiles:
-        """Return a profile for each disturbed link and worker; `links_of` gives the links of a kind and a number."""
+        """Return a profile for each disturbed link and worker. `links_of` returns the links of a kind and a number."""
         links: dict[int, list[Disturbance]] = {}
         compute: dict[int, list[Disturbance]] = {}
         for one in disturbances:
@@ -172,7 +172,7 @@ class Profiles:
     ) -> ServiceProfiles:
         """Return the profiles of services.
 
-        `link` has the link of each service. `computing` has the services that compute, as ids [segment, rank], with the
+        `link` has the link of each service. `computing` has the services that compute, as ids [segment, rank], and the
         worker of each rank.
         """
         if not self:
@@ -198,7 +198,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or on a number that is not below `there[kind]`."""
+    """Raise `InputError` on too many disturbances, or if a number is not below the limit `there[kind]`."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:

@@ -33,26 +33,27 @@ class Network:
 
     `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in each direction. On the link of worker w,
     a byte takes `link_scale[w]` times as long (if empty: 1). The links of servers have `server_bandwidth_bps` (None:
-    the same as workers). `latency_s` (seconds) is added once to each transfer between hosts. For `send_s` of the
-    latency (None: as `Cluster.derive` assumes), the sender is busy with the transfer and sends nothing else.
+    the same as the links of workers). `latency_s` (seconds) is added once to each transfer between hosts. During
+    `send_s`, a part of the latency (None: as `Cluster.derive` assumes), the sender is busy with the transfer and sends
+    nothing else.
 
     Workers are numbered host by host: `gpus_per_host` neighbours share a host, and `gpus_per_card` of them share a
     network card. A worker's link is always the link of its card. Each worker also has a link of `local_bandwidth_bps`
     (bits per second, in each direction) to a switch inside the host, which carries all transfers within the host,
     without latency.
 
-    `topology` connects the hosts. In "leaf-spine", neighbouring hosts share one of `racks` racks, each with a leaf that
-    is connected to `spines` spines; one rack is one switch. "fat-tree" consists of switches with `ports` ports (None:
-    the smallest sufficient even number). In "rails", card i of every host is connected to leaf i, and the leaves to
-    `spines`; with 0 spines, transfers between rails go through a host's inner switch to a GPU on the other rail (NCCL's
-    PXN), and transfers of a server through the worker's host. Servers are connected to leaves in turn. All links from a
-    leaf up have together the bandwidth of the cards below the leaf / `oversubscription`. In a fat tree, all links from
-    a pod up have together the bandwidth of the links from its leaves up / `core_oversubscription`. `balance` spreads
-    flows over paths: a hash of the flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at
-    once ("spray").
+    `topology` says how switches connect the hosts. In "leaf-spine", neighbouring hosts share one of `racks` racks, each
+    with a leaf that is connected to `spines` spines; one rack is one switch. "fat-tree" consists of switches with
+    `ports` ports (None: the smallest sufficient even number). In "rails", card i of every host is connected to leaf i,
+    and the leaves to `spines` spines. With 0 spines, transfers between rails go through a host's inner switch to a GPU
+    on the other rail (NCCL's PXN), and transfers of a server through the worker's host. Servers are connected to leaves
+    in turn. The links from a leaf to its spines have together the bandwidth of the cards at the leaf /
+    `oversubscription`. In a fat tree, the links from a pod's spines to the cores have together the bandwidth of the
+    links from its leaves to its spines / `core_oversubscription`. `balance` spreads flows over paths: a hash of the
+    flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at once ("spray").
 
     With `cut_through`, switches forward a transfer while they receive it; otherwise they wait for the whole transfer.
-    `reduce_s_per_byte` is the time to add up a received byte.
+    `reduce_s_per_byte` is the time to add a received byte to a sum.
 
     The computation of worker w takes `compute_scale[w]` times as long as in its workload (if empty: 1). In every
     iteration, each worker's time is also multiplied by a random factor, which is lognormal with median 1 and sigma
@@ -104,7 +105,7 @@ class Network:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
-        self._check_disturbances()  # this also checks the switches, which know how many GPUs a card can have
+        self._check_disturbances()  # this check also builds the switches, which know how many GPUs can share a card
         shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
         if (shared != shared[:, :1]).any():
             raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
@@ -165,8 +166,8 @@ class Network:
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
         """Return these machines as planners see them, with all links as slow as the slowest link.
 
-        The cluster has one collective: the fabric's collective or the most similar one, or, with servers, pushes and
-        pulls.
+        The cluster has one collective: the fabric's collective, the most similar collective, or, with servers, pushes
+        and pulls.
         """
         own = PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
         slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
@@ -279,10 +280,11 @@ class Network:
 def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple[float, ...]:
     """Return scale factors for a `Network`: `factor` for the last `alike` workers, and 1 for all other workers.
 
-    Raises `InputError`, which calls the factor `name`, if it is out of range.
+    Raises `InputError` if the factor is out of range; the error calls the factor `name`.
     """
     _check_factor(name, factor)
-    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:  # a `Network` refuses the last two
+    # in the last two cases, `Network` raises the error
+    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:
         return ()
     return (*[1.0] * (workers - alike), *[factor] * alike)
 

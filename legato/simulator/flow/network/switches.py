@@ -1,10 +1,10 @@
 """The switches above the hosts' links: the links between switches, their speeds, and the route of each transfer.
 
 All topologies are folded Clos networks with different numbers of switches. Each network card is connected to a *leaf*.
-Every leaf of a pod is connected to every *spine* of the pod, and spine j of each pod to the same `cores` core switches.
-A transfer goes up only as far as necessary, and down again. On the way up, there is a choice of spines and of cores; on
-the way down, there is only one path. So the paths from one host to all others form a tree, and so do the paths from all
-hosts to one.
+Every leaf of a pod is connected to every *spine* of the pod, and spine j of every pod is connected to the same `cores`
+core switches. A transfer goes up only as far as necessary, and down again. On the way up, there is a choice of spines
+and of cores; on the way down, there is only one path. So the paths from one host to all others form a tree, and so do
+the paths from all hosts to one.
 
 - *leaf-spine*: hosts in racks with a leaf each, and one pod. One rack is one switch that
   never blocks.
@@ -46,14 +46,14 @@ _MOST_LINKS = 2**25
 
 
 class HostShape(NamedTuple):
-    """The numbers of neighbouring workers (GPUs) that share a host, and that share a network card."""
+    """The shape of hosts: the numbers of workers (GPUs) that share a host, and that share a network card."""
 
     gpus: int = 1
     gpus_per_card: int = 1
 
 
 class _Tiers(NamedTuple):
-    """The numbers of leaves, pods, spines of a pod, cores above a spine, and cards for which the leaves have links."""
+    """The numbers of leaves, pods, spines per pod, cores per spine, and cards for which the leaves have links."""
 
     leaves: int
     pods: int
@@ -64,7 +64,7 @@ class _Tiers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """The switches for `workers` workers in hosts of a `shape`. `Network` explains the other fields.
+    """The switches for `workers` workers in hosts of a `shape`. `Network` explains all other fields.
 
     Raises `InputError` on numbers that do not fit together, and `TooLargeError` on too many links.
     """
@@ -157,7 +157,7 @@ class Switches:
 
     @property
     def _tiers(self) -> _Tiers:
-        """Return the numbers of switches. If packets are sprayed, one spine and one core represent all."""
+        """Return the numbers of switches. If packets are sprayed, one spine and one core represent all others."""
         sprayed = self.balance == "spray"
         if self.topology == "fat-tree":
             half = self.num_ports // 2
@@ -205,7 +205,7 @@ class Switches:
 
     @property
     def num_spines(self) -> int:
-        """Return the number of spines of all pods. If packets are sprayed, one represents all spines of a pod."""
+        """Return the number of spines of all pods. If packets are sprayed, one spine represents all."""
         return 0 if self.one else self._tiers.pods * self._tiers.spines
 
     def links_of_leaf(self, leaf: int) -> Links:
@@ -239,14 +239,14 @@ class Switches:
 
     @property
     def _cards_of_leaves(self) -> NDArray[np.int64]:
-        """Return, for each leaf, the number of cards for which it has links. Racks may differ by a host."""
+        """Return, for each leaf, the number of cards for which it has links. Racks may differ by one host."""
         leaves, _, _, _, cards = self._tiers
         if self.topology == "leaf-spine":
             return np.bincount(self.leaf_of_worker(np.arange(0, self.workers, self.shape.gpus_per_card)))
         return np.full(leaves, cards // leaves)
 
     def choice(self, source: ArrayLike, target: ArrayLike) -> Links:
-        """Return the number of the path of a flow, which is named by these two numbers ([Note: balance])."""
+        """Return the number of the path of the flow from `source` to `target` ([Note: balance])."""
         _, _, spines, cores, _ = self._tiers
         paths = spines * max(cores, 1)
         if paths <= 1:
@@ -270,7 +270,8 @@ class Switches:
     def climb(self, leaf: Links, choice: ArrayLike) -> Links:
         """Return the links from leaves [..., host] up to the switch above all of them, as [..., host, hop].
 
-        The links form the tree of path `choice`; NO_LINK fills lower trees. The links down have the next numbers.
+        The links form the tree of path `choice`; NO_LINK fills lower trees. Each link down has the number after its
+        link up.
         """
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:

@@ -4,17 +4,17 @@ The three ways are `send` (one to one), `multicast` (one to many; each link carr
 (many to one; the switches add up, so each link also carries the bytes once). The arguments are arrays, since a fabric
 describes a step of all messages and all workers at once. Hosts are numbers: `worker(w)` and `server(s)`.
 
-[Note: routes] All three follow routes. A route is a list of links from one host to another: out of the sender's card,
-between switches (`switches.py`), and into the receiver's card. If the two are workers on one host, the route goes
-through the host's inner switch. The routes of a multicast form a tree, since its flow has one path up and there is only
-one way down. The routes of an aggregation also form a tree. A link of a tree is one service, whatever the number of
-routes that cross the link.
+[Note: routes] All three ways to send follow routes. A route is a list of links from one host to another: out of the
+sender's card, between switches (`switches.py`), and into the receiver's card. If sender and receiver are workers on one
+host, the route goes through the host's inner switch. The routes of a multicast form a tree, since its flow has one path
+up and there is only one way down. The routes of an aggregation also form a tree. A link of a tree is one service,
+whatever the number of routes that cross the link.
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
-the same ring), all workers behave alike. Then only the first `size` workers are simulated, and `worker(w)` is w modulo
-`size`. With one worker, a transfer to its neighbour becomes a transfer to the worker itself, as if it came from the
-neighbour on the other side. Links break ties by message, not by worker. So the order on every link, and all times, are
-the same as in the full simulation.
+the same ring), all workers behave alike. Then only the first `size` workers are simulated, and the host `worker(w)` is
+w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the worker itself,
+as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the order of
+transfers on every link, and all times, are the same as in the full simulation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ONE_WORKER = HostShape()
 
 
 class Routes(NamedTuple):
-    """Routes: their first links, their last links, and the links between, as [..., hop]. NO_LINK fills short routes."""
+    """Routes: arrays of first links, of last links, and of links between [..., hop]. NO_LINK fills shorter routes."""
 
     first: Hosts
     between: Hosts
@@ -50,7 +50,7 @@ class Topology:
     """The links of `size` workers and `servers` servers, and the graph to which transfers are added.
 
     `workers` is the number of all workers; `ranks` are the simulated workers. The first axis of all arrays of transfers
-    counts the fragments. Fragment i has the tag `tag[i]`; a single tag is for all fragments.
+    counts the fragments. Fragment i has the tag `tag[i]`. If there is only one tag, all fragments have this tag.
     """
 
     def __init__(self, graph: Graph, network: Network, size: int, servers: int, shape: HostShape = _ONE_WORKER) -> None:
@@ -193,8 +193,8 @@ class Topology:
 
         Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to host `target[r]` and receives from
         rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes, so it forwards nothing
-        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. With None, host numbers
-        decide, which is impossible if one host represents all. Returns services that end when the rank has received the
+        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. If `local` is None, host
+        numbers tell this, but not if one host represents all. Returns services that end when the rank has received the
         bytes of the step, as [fragment, step, rank].
         """
         shape = (len(begin), steps, self.size)
@@ -206,7 +206,7 @@ class Topology:
         if steps:
             self.graph.edge(begin, out[:, 0])
             self.graph.edge(arrived[:, :-1], out[:, 1:])
-            if adds and self.size > 1:  # with one rank, its own chunk comes later anyway
+            if adds and self.size > 1:  # with only one simulated rank, its own chunk comes later anyway
                 self.graph.edge(begin[:, None], out[:, 1:])
         return arrived
 
@@ -222,7 +222,7 @@ class Topology:
     ) -> Ids:
         """Send `nbytes` from every rank to others, and return services that end when a rank has received all bytes.
 
-        Rank r starts when `begin[:, r]` has ended. It sends first to rank r + `shifts[0]`, then to rank r +
+        Rank r starts when `begin[:, r]` has ended. Rank r sends first to rank r + `shifts[0]`, then to rank r +
         `shifts[1]`, and so on, so no worker receives from two ranks at once. With `multicast`, each rank sends once for
         all. With `adds`, each rank adds up the received bytes at the end. The services do not end before `begin`.
         """
@@ -246,7 +246,7 @@ class Topology:
     def _routes(
         self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
     ) -> Routes:
-        """Return the routes from hosts to hosts ([Note: routes]). `flow` is for the choice of the path."""
+        """Return the routes from hosts to hosts ([Note: routes]). `flow` determines the path."""
         if self._star:
             return Routes(self.out_link(source), np.empty((1, 0), np.int64), self.in_link(target))
         source, target = np.broadcast_arrays(source, target)
@@ -260,8 +260,8 @@ class Topology:
             above = self.switches.path(here, there, self.switches.choice(*flow))
             between = np.where(above == NO_LINK, NO_LINK, above + 4 * self._hosts)
         else:
-            # If the leaves differ, a worker sends through the GPU of its host that is on the other leaf. A server's
-            # transfers to the worker arrive at this GPU.
+            # If the leaves differ, a worker sends through the GPU of its host that is on the other leaf. Transfers from
+            # a server to this worker arrive at this GPU, too.
             crosses, sends = here != there, source < self._first_server
             relay = np.where(sends, self._on_leaf(source, there), self._on_leaf(target, here))
             into = np.where(sends, self._local_in_link(relay), self.in_link(relay))
@@ -276,7 +276,7 @@ class Topology:
         return Routes(first, between, last)
 
     def _on_leaf(self, worker: Hosts, leaf: Hosts) -> Hosts:
-        """Return the worker on the same host whose card is on this leaf (on rails). For a server, any host number."""
+        """Return the worker on the same host whose card is on this leaf (on rails). For servers, return any host."""
         gpus, gpus_per_card = self.shape
         found: Hosts = worker // gpus * gpus + leaf * gpus_per_card + worker % gpus_per_card
         return np.minimum(found, self._hosts - 1)
@@ -297,7 +297,7 @@ class Topology:
         )
 
     def _transfers(self, routes: Routes, nbytes: NDArray[np.float64], key: ArrayLike, adds: bool) -> tuple[Ids, Ids]:
-        """Add the services of transfers, and return their first and last services. `nbytes` has the full shape."""
+        """Add the services of transfers, and return the first and last ones. `nbytes` has the transfers' shape."""
         shape, key, tag = nbytes.shape, np.asarray(key), self._tags(nbytes.shape)
         ends = np.broadcast_to(np.stack([routes.first, routes.last], axis=-1), (*shape, 2))
         # Outgoing and incoming services alternate, because the engine runs them one after the other.
@@ -332,7 +332,7 @@ class Topology:
         message = np.broadcast_to(np.arange(nbytes.size).reshape(*nbytes.shape, 1), shape)
         named = (message * self.num_links + links)[crossed]
         found, at, which = np.unique(named, return_index=True, return_inverse=True)
-        in_order = np.argsort(at)  # first links come first, as in transfers
+        in_order = np.argsort(at)  # services on first links come first, as in transfers
         message, link = np.divmod(found[in_order], self.num_links)
         tag = self._tags(nbytes.shape).reshape(-1)
         added = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag[message])
@@ -353,7 +353,7 @@ class Topology:
 
     def _edges_once(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
         """Let `after` wait for `before`, with only one edge for a pair of services that occurs several times."""
-        if self._star:  # no two routes share a link, so each pair occurs once
+        if self._star:  # no two routes share a link, so each pair of services occurs once
             self.graph.edge(before, after, cut_through=cut_through)
             return
         befores, afters = np.broadcast_arrays(before, after)
@@ -385,7 +385,7 @@ class Topology:
         """Send from the hosts along the last axis of `sources` to one host. Switches add up the bytes on the way.
 
         Source i waits for `after[..., i]`. A switch waits for the whole message of its last source, or, with
-        `cut_through`, only for its first byte. Workers that share a card add up their bytes before they send.
+        `cut_through`, only for the first byte. Workers that share a card add up their bytes before they send.
         """
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         self.graph.check_room(after.size)
@@ -423,7 +423,7 @@ class Topology:
     def _merged(self, link: Hosts, nbytes: NDArray[np.float64], key: NDArray[np.int64]) -> Ids:
         """Return one service for all hosts whose message [fragment, m] takes the same link, as [fragment, m, host].
 
-        It is -1 for NO_LINK.
+        For NO_LINK, the service is -1.
         """
         shape = (*nbytes.shape, link.shape[-1])
         links, there = np.broadcast_to(link, shape), np.broadcast_to(link >= 0, shape)

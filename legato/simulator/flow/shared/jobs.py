@@ -1,15 +1,15 @@
 """Several training jobs on one network: the iteration time of each job alone on its hosts, and next to the other jobs.
 
 Every job has its own workload, plan, fabric and hosts. If transfers of several jobs need the same link (of a host or a
-rack), they share it. All jobs form one graph, which the engine runs like the graph of one job.
+rack), they share the link. All jobs form one graph, which the engine runs like the graph of one job.
 
 [Note: the window] Jobs have different periods, and their effect on each other depends on the phases in which they meet.
 So every job runs many iterations, and jobs with short periods run more: all jobs run at least until the job with the
 longest period would have finished its `iterations` if it were alone. Only times in the *window* count. The window ends
 when the first job ends its second to last iteration (workers that have finished an iteration begin the next one before
-the iteration ends). It begins when a quarter of the time between the start of the last job and the end of the window
-has passed. Within the window, all jobs run all the time. The iteration time of a job is the mean over its iterations
-between the first and the last end in the window, and its time alone is the mean over the same iterations.
+the iteration ends). The window begins when a quarter of the time between the start of the last job and the end of the
+window has passed. Within the window, all jobs run all the time. The iteration time of a job is the mean over its
+iterations between the first and the last end in the window, and its time alone is the mean over the same iterations.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from legato.simulator.flow.shared.placement import Placed
 
 __all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes", "simulate_jobs"]
 
-#: Iterations of the job with the longest period, by default.
+#: The default number of iterations of the job with the longest period.
 ITERATIONS = 30
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 1000
-#: The most iterations of a job while the slowest job runs its own.
+#: The most iterations of a job, whose period may be far shorter than the longest one.
 _MOST_OF_ONE = 20_000
 _MOST_JOBS = 64
 #: The most services. A service takes 64 bytes, is stored twice, and has several edges: 3 GB in all, or 5 GB with
 #: priorities.
 _MOST_SERVICES = 20_000_000
 _LONGEST_S = 1e9
-#: The most workers of a job in a timeline, which is meant to be looked at.
+#: The most workers of a job in a timeline, which people look at.
 _MOST_DRAWN = 32
 
 Times = NDArray[np.float64]
@@ -140,11 +140,11 @@ class SharedJob:
 class JobTimes:
     """A job's times in the window, in seconds.
 
-    `alone_s` is the mean time of an iteration alone on the same hosts without disturbances, and `iteration_s` the mean
-    time next to the other jobs. Both are over the same `iterations` iterations, of which the shortest and the longest
-    took `shortest_s` and `longest_s` next to the other jobs. `utilization` is the share of the time in which a worker
-    computes, as a mean over the workers. If a job ends fewer than two iterations in the window, it starves, and all
-    fields but `alone_s` are None.
+    `alone_s` is the mean time of an iteration if the job is alone on the same hosts, without disturbances.
+    `iteration_s` is the mean time of an iteration next to the other jobs. Both times are means over the same
+    `iterations` iterations. Next to the other jobs, the shortest iteration took `shortest_s`, and the longest
+    `longest_s`. `utilization` is the share of the time in which a worker computes, as a mean over the workers. If a job
+    ends fewer than two iterations in the window, it starves, and all fields but `alone_s` are None.
     """
 
     name: str
@@ -184,15 +184,15 @@ class SharedTimes:
 
     @property
     def utilization(self) -> float:
-        """Return the share of time in which workers compute, over all jobs. A job that starves counts as 0."""
+        """Return the share of time in which workers compute, over all jobs. The share of a job that starves is 0."""
         workers = sum(job.workers for job in self.jobs)
         return math.fsum(job.workers * (job.utilization or 0.0) for job in self.jobs) / workers
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return a timeline of each job, as long as one of the job's iterations, all from the same moment.
+        """Return a timeline of each job from the same moment on, as long as one of the job's iterations.
 
-        This moment is the last end of an iteration of the first job that leaves enough time in the window. A job that
-        starves has no timeline.
+        All timelines begin at an end of an iteration of the first job: the last one with enough time left in the
+        window. A job that starves has no timeline.
         """
         longest_s = max(job.iteration_s or 0.0 for job in self.jobs)
         moments = [t for t in self.ends_s[0].tolist() if self.begin_s <= t <= self.end_s - longest_s]
@@ -231,8 +231,8 @@ class SharedNetwork:
     servers are numbered through all jobs.
 
     Raises `InputError` on jobs that do not fit the network, and `PlanError` on plans that do not fit their workloads or
-    can never finish. Before a simulation, raises `TooLargeError` if it needs more than 20 million services (a million
-    if transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
+    can never finish. Before a simulation, raises `TooLargeError` if the simulation needs more than 20 million services
+    (a million if transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
     """
 
     def __init__(self, jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> None:
@@ -245,7 +245,7 @@ class SharedNetwork:
         check_numbers(network.disturbances, {"server": sum(case.fabric.servers for case in self._cases)})
         self._check_size([iterations] * len(jobs))
         few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
-        #: Seconds of an iteration of each job without other jobs, with the job's pace.
+        #: The seconds of an iteration of each job alone, with the job's pace.
         self.period_s = [
             max(float(one.ends_s[-1] - one.ends_s[-2]), job.pace_s) for one, job in zip(few, jobs, strict=True)
         ]
@@ -271,11 +271,12 @@ class SharedNetwork:
         return counts
 
     def _check_size(self, counts: Sequence[int]) -> None:
-        """Raise `TooLargeError` if these counts of iterations need too many services, by a lower bound."""
+        """Raise `TooLargeError` if these counts of iterations need too many services, at a low estimate."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
-            # Workers that share a card share transfers. If a job has parts of hosts, its case does not show this.
+            # Workers that share a card share transfers. If a job has only parts of hosts, its case does not show these
+            # cards.
             cards = workers * case.network.gpus_per_card // self.network.gpus_per_card
             services = replace(case, iterations=count).services(cards)
             total += max(services, count * workers * len(case.plan.messages), workers * ops)
@@ -358,7 +359,7 @@ class SharedNetwork:
 
         If `wait` is set, iterations wait for services, which are returned, too.
 
-        If it is not set, there are no disturbances.
+        If `wait` is not set, there are no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
@@ -401,13 +402,13 @@ def _ends_s(unrolled: Unrolled, records: NDArray[Any]) -> Times:
 
 
 def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
-    """Return the seconds of computation per worker and iteration, as a mean over all of them in the range."""
+    """Return the seconds of computation per worker and iteration, as a mean over workers and iterations in a range."""
     each_s = unrolled.forward.duration_s.sum(axis=1) + unrolled.backward.duration_s.sum(axis=1)
     return float((each_s * unrolled.slowdown[first:last]).mean())
 
 
 def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
-    """Return the same as `_compute_s`, but after a run of the engine, with the effect of disturbances."""
+    """Return the same as `_compute_s`, but with the effect of disturbances, after a run of the engine."""
     if not unrolled.disturbed:
         return _compute_s(unrolled, first, last)
     halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]

@@ -5,9 +5,10 @@ communication. If two jobs with similar periods share a link, a shift between th
 other computes.
 
 A shift is between 0 and the period of its job. With two jobs, the second job's shift is tried at `GRID` equally distant
-points of its period. With more jobs, this is done for one job after another, with the other jobs fixed, until no shift
-changes. If neighbouring shifts are equally good, the middle of their longest run is chosen, where a drift does least
-harm. A shift that is better than both its neighbours is refined by halves, quarters and so on of the distance.
+points of its period. With more jobs, shifts are tried for one job after another, with all other jobs fixed, until no
+shift changes. If neighbouring shifts are equally good, the middle of the longest run of them is chosen, where a drift
+does least harm. A shift that is better than both its neighbours is refined by halves, quarters and so on of the
+distance.
 
 If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve transfers in turn,
 jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep their
@@ -30,16 +31,16 @@ __all__ = ["DRIFTS", "GRID", "Phases", "best_shifts"]
 #: The number of shifts of a job that are tried at first.
 GRID = 32
 _REFINEMENTS = 4
-#: The most rounds over all jobs, if there are more than two.
+#: The most rounds over all jobs, if there are more than two jobs.
 _MOST_ROUNDS = 3
 #: Mean slowdowns that differ by less than this are equally good.
 _SAME = 1e-3
 #: Errors of a shift that are tried, as shares of a period.
 DRIFTS = (0.01, 0.05, 0.10)
-#: The share by which the last job's period is made longer, and the number of iterations in which it drifts through all
-#: phases. The window contains three quarters of these iterations.
+#: The share by which the last job's period is made longer, and the number of iterations in which the job then drifts
+#: through all phases. The window contains three quarters of these iterations.
 _LONGER, _BEAT = 0.01, 134
-#: The most services of all simulations together. With fair sharing, services take a hundred times as long.
+#: The most services of all simulations together. With fair sharing, a simulation takes a hundred times as long.
 _MOST_SERVICES, _MOST_FAIR = 2_000_000_000, 20_000_000
 
 Progress = Callable[[int, int], None]
@@ -50,9 +51,10 @@ class Phases:
     """The best shifts of all jobs (in seconds; the first job's is 0), and the slowdowns at other shifts.
 
     All slowdowns are means over the jobs (`SharedTimes.slowdown`). `phases` has (shift, slowdown) over the period of
-    the last job whose shift was tried. `drift` has (share of a period, slowdown), where the slowdown is the worst if
-    one job's shift is wrong by this share, in either direction. `longer` is the slowdown if the period of the last job
-    is 1% longer, so that the job drifts through all phases; it is None if this simulation needs too many transfers.
+    the last job whose shift was tried. `drift` has (share of a period, slowdown): the worst slowdown if the shift of
+    one job is wrong by this share of its period, in either direction. `longer` is the slowdown if the period of the
+    last job is 1% longer, so that the job drifts through all phases; `longer` is None if this simulation needs too many
+    transfers.
     """
 
     shift_s: tuple[float, ...]
@@ -79,8 +81,8 @@ def best_shifts(
 
     `priority` replaces the jobs' own priorities.
 
-    Raises `InputError` if there are disturbances. Before it begins, raises `TooLargeError` if all simulations together
-    need too many services.
+    Raises `InputError` if there are disturbances. Raises `TooLargeError`, before the first simulation, if all
+    simulations together need too many services.
     """
     if shared.network.disturbed:
         raise InputError("best shifts: of jobs in a steady state (expected no disturbances)")
@@ -173,6 +175,6 @@ def _longer(shared: SharedNetwork, shift_s: list[float], priority: list[int]) ->
 
 
 def _stretched(workload: Workload, factor: float) -> Workload:
-    """Return the workload with all its ops longer by a factor."""
+    """Return the workload with the durations of all ops multiplied by a factor."""
     ops = tuple(msgspec.structs.replace(op, duration_s=op.duration_s * factor) for op in workload.ops)
     return msgspec.structs.replace(workload, ops=ops)

@@ -36,10 +36,10 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 
     "packed" places one job after another on neighbouring hosts. "spread" assigns first the first host of every rack,
     then the second host of every rack, and so on, so neighbours in a ring are in different racks. (On rails, all hosts
-    are connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. All three
-    fill a host before the next, so two jobs share a host if the workers of the first do not fill it. "together" puts
-    worker w of every job at place w, where they share a link. Raises `InputError` on an unknown placement, and if there
-    is too little room.
+    are connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. These three
+    placements fill a host before the next, so two jobs share a host if the workers of the first do not fill it.
+    "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
+    placement, and if there is too little room.
     """
     if how not in PLACEMENTS:
         raise unknown_name("placement of jobs", how, PLACEMENTS)
