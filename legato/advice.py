@@ -144,8 +144,8 @@ class RankTimes(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it saves.
 
-    Both are medians over the traced steps. If there are several steps, `wins` are the least and the largest share
-    saved.
+    The time and the share (`win`) are medians over the traced steps. If there are several steps, `wins` are the least
+    and the largest share saved.
     """
 
     plan: str
@@ -162,10 +162,10 @@ class Advice(msgspec.Struct, frozen=True):
     is 10% longer than `measured_s`; None if the plans are for another network). `predictions` begin with the traced
     plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
     predictions are empty or None, and `lacking` says why. `code` is the line to try. `missing` lists what the traces
-    lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` the costs of its
-    collectives. `comparison` has the traced groups in its first row and other groups in the following rows. `traffic`
-    has the kinds of communication if the job sends more than gradients. `step_s` is the traced time of the step of all
-    ranks, and `replayed_s` the time of the same step in a replay.
+    lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are the costs of
+    FSDP2's collectives. `comparison` has the traced groups in its first row and other groups in the following rows.
+    `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the traced time of the
+    step of all ranks, and `replayed_s` the time of the same step in a replay.
     """
 
     name: str
@@ -250,7 +250,7 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     """Judge a job by its traces.
 
     `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack
-    something that a plan needs, the verdict says what is missing. It still says where the time goes.
+    something that a plan needs, the verdict says what is missing, and only where the time goes.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
     if found.lacking:
@@ -498,7 +498,7 @@ def _verdict(
 
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
-    """Say what iterations wait for, judged by means over the ranks of their medians over the steps."""
+    """Say what iterations wait for. Times are medians over the steps of a rank, and then means over the ranks."""
     shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
@@ -530,7 +530,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return the mean over the ranks of a time, which is a median over the steps of each rank."""
+    """Return the mean over the ranks of a time: of each rank's median over its steps."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -656,7 +656,7 @@ def of_traces(
 ) -> Verdict:
     """Return where the time of a traced job goes, and what a better plan would save.
 
-    `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. They may include
+    `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. The files may include
     execution traces. If a rank has a second trace, the second trace is taken to come from the job after a change.
     `cluster` is the network to plan for, by default the traced network, with `workers` workers. Plans are for `rank`
     and `step`. `transfer` has `PATTERN=COLLECTIVE` for each kernel that legato does not know. `say` is called with each

@@ -86,8 +86,8 @@ def distribute(  # noqa: PLR0913
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
             If None, rank 0 only logs the change.
-        current: names of parameters, or patterns as in a shell. These parameters are up to date when `step()` returns,
-            for code that reads them where legato cannot see it.
+        current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
+            returns, for code that reads parameters where legato cannot see it.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`). If None, the
             value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
@@ -289,7 +289,7 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return computation like the model's, without its inputs: products with its weights. None without a matrix.
+    """Return computation like the model's, without its inputs: products with the weights; None without a matrix.
 
     The weights used have at most `_MOST_WEIGHTS` elements in all, unless the first weight has more.
     """

@@ -19,5 +19,5 @@ COLLECTIVES: dict[str, Algorithm] = {
     "shuffle": SHUFFLE,
 }
 
-#: Algorithms that can be sent in halves. Only the cost of these depends on the depth.
+#: Algorithms that can be sent in halves. The cost of all other algorithms does not depend on the depth.
 DIVIDED = tuple(name for name, algorithm in COLLECTIVES.items() if algorithm.halves)

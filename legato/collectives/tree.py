@@ -11,7 +11,7 @@ __all__ = ["TREE"]
 
 
 def _rounds(ranks: int) -> Rounds:
-    """Return the rounds: a rank sends in the round of the lowest bit of its number, to the rank without that bit."""
+    """Return the rounds. In round k, each rank whose lowest set bit is bit k sends to the rank without this bit."""
     up = tuple(Round(range(1 << k, ranks, 2 << k), shifts=(-(1 << k),)) for k in range((ranks - 1).bit_length()))
     return Rounds(1, up, back(up))
 

@@ -34,7 +34,7 @@ class Axis:
     least: int | None = None
     most: int | None = None
     in_cluster: bool = False  # whether a cluster file also has this value
-    # whether it describes a machine's links, or the network that connects machines and its disturbances
+    # what the axis describes: a machine's links, or the switches and disturbances of the network
     part: Literal["", "links", "switches"] = ""
     each_job: bool = False  # whether jobs that share a network may have different values
     column: str = ""  # the head of its column; a sweep can vary an axis only if it has a column
@@ -133,7 +133,8 @@ NETWORK = (
          column="disturbed", repeated=True, words="disturbed {}", part="switches"),
 )
 
-#: Options of fabrics. Each fabric uses the options that it has fields for; other values are the fabric's defaults.
+#: Options of fabrics. Each fabric uses the options that match its fields. Fields without an option keep the fabric's
+#: default.
 FABRIC = (
     Axis("placement", "Placement of tensors on servers: round-robin, or split equal.",
          Literal["round-robin", "equal"], shown="round-robin"),
@@ -154,5 +155,5 @@ FABRIC = (
 BY_NAME = {axis.name: axis for axis in (*NETWORK, *FABRIC)}
 #: The axes of sweeps.
 SWEPT = tuple(axis for axis in NETWORK if axis.column)
-#: The only axis of sweeps that belongs to fabrics. Its value is 0 in cells whose fabric has no servers.
+#: The only axis of sweeps that belongs to fabrics. The value of this axis is 0 in cells whose fabric has no servers.
 SERVERS = BY_NAME["servers"]

@@ -41,9 +41,9 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     The floor is the work that a backend does on the hosts while it sends. For small messages this work takes longer
     than the network; for large messages it is hidden. If a collective has several algorithms, no line fits its times.
-    In that case, `points` has measured (bytes, seconds), and the cost is interpolated between them; the line is below
-    all points, and there is no floor. `off` is the largest relative error of the cost at a measured size, or 0 if that
-    is small.
+    For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated between these points;
+    the line is below all points, and there is no floor. `off` is the largest relative error of the cost at a measured
+    size, or 0 if that is small.
     """
 
     alpha_s: float
@@ -127,11 +127,11 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
         """Fit a cost to (bytes, seconds) samples by least squares; each square is divided by the sample's seconds.
 
-        With this weight, large sizes, which carry most bytes of a plan, determine beta, and small sizes determine alpha
-        and the floor. With absolute errors the largest size would determine alpha as well; with relative errors the
-        small messages, whose times scatter, would bend the line. Alpha and beta are at least 0. The cost gets a floor
-        if a floor halves the sum of squares. Raises `InputError` if there are fewer than two distinct sizes, or if a
-        time is not above 0.
+        With these weights, large sizes determine beta, and small sizes determine alpha and the floor. Large sizes carry
+        most bytes of a plan. With absolute errors the largest size would determine alpha as well; with relative errors
+        the small messages, whose times scatter, would bend the line. Alpha and beta are at least 0. The cost gets a
+        floor if a floor halves the sum of squares. Raises `InputError` if there are fewer than two distinct sizes, or
+        if a time is not above 0.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -247,8 +247,8 @@ def carries_out(backend: str, collective: str) -> bool:
 #: The name of the cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
-#: The assumed seconds for which a send keeps its sender busy, if this time was not measured. It is a part of the
-#: latency, and never more than the latency.
+#: The assumed seconds for which a send keeps its sender busy, if this time was not measured. The time is a part of the
+#: latency, so it is never more than the latency.
 SEND_S = 5e-6
 
 
@@ -278,8 +278,8 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time that messages and computation take from each other if one processor does both.
 
     If workers compute all the time while a message of n bytes is in flight, the message takes `delay.cost(n)` seconds
-    longer, and computation loses `overhead.cost(n)` seconds of the processor (the overhead o of LogP, per message, and
-    of LogGPO, per byte). If workers compute during only a fraction of the message, only this fraction of delay and
+    longer, and computation loses `overhead.cost(n)` seconds of the processor. (LogP has such an overhead o per message,
+    and LogGPO per byte.) If workers compute during only a fraction of the message, only this fraction of delay and
     overhead counts. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its
     message.
     """
@@ -516,10 +516,10 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return costs without floors. No message of any collective and depth takes less than the least of these.
+        """Return costs without floors. No message of any collective and depth takes less than the least cost.
 
-        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. So each
-        derived collective that can be pipelined is also listed at a cost without reduction.
+        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. Each
+        derived collective that can be pipelined is therefore also listed at a cost without reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:

@@ -217,7 +217,7 @@ def _explain(message: str, data: bytes, kind: type) -> str:
     if what.startswith(("Expected ", "Invalid ", "Number ", "Integer ")):
         reason = what.split(", got")[0].replace("`", "").replace(" | ", " or ")
         return f"{where or 'file'}: {text} ({reason[0].lower()}{reason[1:]})"
-    # The message comes from the type's own check. If it is about one field, it starts with the name of the field.
+    # The message comes from the type's own check. A message about one field starts with the name of the field.
     return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
 
 

@@ -76,9 +76,9 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `gpt` has layer normalizations, biases, learned positions and an MLP of two matrices; `llama` has RMS
     normalizations, no biases, rotary positions and a gated MLP of three matrices. The width of the MLP is
-    `intermediate`. With `experts`, each layer after the first `dense_layers` sends each token to `active_experts` of
-    its `experts` MLPs, which are `expert_intermediate` wide, and all tokens to a shared MLP, which is
-    `shared_intermediate` wide. If `tied`, the embeddings and the output layer share a table.
+    `intermediate`. With `experts`, each layer after the first `dense_layers` has `experts` MLPs of width
+    `expert_intermediate`, and sends each token to `active_experts` of them. All tokens also go to a shared MLP of width
+    `shared_intermediate`. If `tied`, the embeddings and the output layer share a table.
     """
 
     layers: Int64
@@ -195,8 +195,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The properties of a framework that change a step.
 
-    - `flash`: attention keeps its scores in the kernel. Otherwise, attention writes scores to memory, and also computes
-      masked products.
+    - `flash`: attention keeps its scores in the kernel. Without `flash`, attention writes scores to memory, and also
+      computes masked products.
     - `fused_softmax`: without `flash`, scale, mask and softmax are one kernel; otherwise each is a kernel, in 32 bits.
     - `dropout`: there is dropout after attention's softmax and before each residual addition.
     - `fused`: a chain of elementwise operations is one kernel; otherwise each operation is a kernel, and norms compute
@@ -214,7 +214,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `vocabulary_multiple`: each worker's part of the vocabulary is padded to a multiple of this number.
     - `deduplicates`: a token that goes to several experts on one host crosses the network once.
     - `mixture_s`: seconds of host work and small kernels that a mixture of experts needs for each layer and
-      micro-batch. Only a measured step tells this time.
+      micro-batch, known only from a measured step.
     - `host_s`: seconds of host work for each layer and micro-batch that no GPU work hides.
     - `schedules`, `recomputes`, `shards`: the options of the framework that a search for layouts tries.
     """
@@ -260,8 +260,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
     each GPU to other hosts. `efficiency` is the reached share of the peak of matrix products, the one number to fit to
-    a measured step. The latencies are measured for a collective within a job, and include the skew of its workers: the
-    latency inside a host, between two hosts, and for each additional host.
+    a measured step. Each latency is for a whole collective within a job, with the skew of its workers: inside a host,
+    between two hosts, or for each additional host.
     """
 
     name: str

@@ -38,8 +38,9 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 #: State that is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
-#: Who runs a plan: legato, in the plan's order; torch's DDP, with the messages as its buckets; or parameter servers
-#: that send pulls in a new random order in each iteration (the plan has one such order).
+#: The system that runs a plan. `legato` sends the messages in the plan's order. `ddp` is torch's DDP, with the messages
+#: as its buckets. `unordered` means parameter servers that send pulls in a new random order in each iteration; the plan
+#: has one such order.
 Carrier = Literal["legato", "ddp", "unordered"]
 
 #: The most messages of a plan, each counted as often as its depth. To plan and simulate a million messages takes a
@@ -76,9 +77,9 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A message: slices of one or more tensors that are sent together.
 
-    `collective` is a name in `Cluster.collectives`, or None for the default; `depth` is the number of chunks that the
-    collective pipelines (Caramel, section 5); `server` is the parameter server of a push or pull; `wire` is the format
-    in which float32 elements are sent, rounded, or None for no rounding.
+    `collective` is a name in `Cluster.collectives`, or None for the default. `depth` is the number of chunks that the
+    collective pipelines (Caramel, section 5). `server` is the parameter server of a push or pull. `wire` is the format
+    in which float32 elements are sent after rounding, or None for no rounding.
     """
 
     slices: tuple[Slice, ...]
@@ -219,7 +220,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         for message, row in zip(self.messages, self._rows(), strict=True):
             mine = [tensors[name] for name in message.tensors]
             readers = {reader for tensor in mine for reader in tensor.readers}
-            # The ops between which the message is sent. If there is no op on one side, another message is there.
+            # The ops between which the message is sent. A missing op on one side means that another message is there.
             ready = {tensor.ready_after for tensor in mine}
             before = {"all_gather": readers & updates, "pull": set[int]()}.get(message.kind, ready)
             later = {"reduce_scatter": readers & updates, "push": set[int]()}.get(message.kind, readers - updates)

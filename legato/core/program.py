@@ -54,7 +54,7 @@ class Times(NamedTuple):
     """The times of a run of lanes.
 
     `actions` has the end of each action of each lane. The other fields are indexed by communication: `started` is the
-    time when all lanes have started it, and `begins` and `ends` are its begin and its end.
+    time when all lanes have started a communication, and `begins` and `ends` are its begin and end.
     """
 
     actions: list[list[float]]

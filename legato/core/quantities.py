@@ -25,7 +25,7 @@ _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for 
 #: Values above these limits are typing errors, or could overflow in later arithmetic.
 _LONGEST_S = 1e9
 _SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
-#: With this context, `30us` gives the same float as 30e-6. A number that is too large becomes infinite.
+#: The context makes `30us` the same float as 30e-6, and makes numbers that are too large infinite.
 _EXACT = Context(prec=60, traps=[])
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 

@@ -15,7 +15,7 @@ def one_line(text: str) -> str:
 
 
 def shorten(name: str, most: int = 40) -> str:
-    """Return the name on one line. If it has more than `most` characters, its middle is left out."""
+    """Return the name on one line. If a name has more than `most` characters, its middle is left out."""
     name = one_line(name)
     return name if len(name) <= most else f"{name[: most // 3]}...{name[len(name) - (most - most // 3 - 3) :]}"
 
@@ -31,8 +31,7 @@ def with_article(noun: str) -> str:
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`. A percentage of 100% or more has no
-    decimals.
+    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`, no decimals from 100% on.
 
     A share that rounds to zero has no sign: `0.0%`.
     """

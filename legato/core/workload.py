@@ -103,7 +103,7 @@ class Workload(
     ready, if the source knows it.
 
     `modules` are the modules that have parameters, themselves or in inner modules, in the order of their first calls.
-    It is empty if the source does not know the modules. `itemsize` is the number of bytes of an element of the
+    If the source does not know the modules, `modules` is empty. `itemsize` is the number of bytes of an element of the
     gradients.
 
     `untraced_s` is the time of an iteration without tracing, in seconds (None if it was not measured). `time_scale` is

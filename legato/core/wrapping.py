@@ -33,9 +33,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A call of `fully_shard`: modules that share an all-gather of parameters and a reduce-scatter of gradients.
 
     `modules` are the paths of the modules in the model, in the order in which they run. `reshard` is
-    `reshard_after_forward`: True frees the parameters after the forward pass, False keeps them until they have been
-    used in the backward pass, and a number n keeps 1/n of them on each of n ranks. If `in_backward` is False, the
-    backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
+    `reshard_after_forward`. True frees the parameters after the forward pass. False keeps the parameters until the
+    backward pass has used them. A number n keeps 1/n of the parameters on each of n ranks. If `in_backward` is False,
+    the backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
     """
 
     modules: tuple[str, ...]

@@ -2,9 +2,9 @@
 
 The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
 any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
-to be reduced, and the size of groups. All bytes beyond these limits cross the network between two computations. So a
-step takes at least as long as the longest path through its computations and the transfers between any two of them.
-docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
+to be reduced, and the size of groups. All bytes beyond the limits of memory cross the network between two computations.
+Therefore a step takes at least as long as the longest path through its computations and the transfers between any two
+of them. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
 
 from __future__ import annotations

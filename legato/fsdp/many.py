@@ -132,8 +132,8 @@ class _Many:
         units = np.array([*chain.held, len(chain.units)])
         self.active = units[ends.T - 1] >= chain.reached
         needs = np.array([chain.units[u].input_needs_gradient for u in chain.held])
-        #: These groups are reduced after the root, when the backward pass has ended, because no hook is called at the
-        #: input.
+        #: `late` groups are reduced after the root, when the backward pass has ended, because no hook is called at
+        #: their input.
         self.late = self.active & ((units[begins.T] <= chain.reached) | ~needs[begins.T])
         self.depth, self.back, self.buffers = (
             np.array([getattr(layout, field) for layout in layouts]) for field in ("forward", "backward", "buffers")
@@ -187,7 +187,7 @@ class _Many:
             own = self.gathered[k]
             pending = until[np.minimum(k + np.maximum(self.depth, 1), self.count) if k else 1, self.every] - until[k]
             self.peak = np.maximum(self.peak, stays + held + pending + own)
-            # These are the gathers that are issued now. The hook of the first group issues several.
+            # Each round issues one gather of each layout. The hook of the first group issues several gathers.
             for depth in range(0 if k == 0 else int(self.depth.min()), int(self.depth.max()) + 1):
                 issued = (self.depth >= depth) if k == 0 else (self.depth == depth)
                 target = min(k + depth, self.count - 1)

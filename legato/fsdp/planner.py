@@ -2,8 +2,8 @@
 
 The order of FSDP2's collectives is fixed, so a wrapping is evaluated in one pass, and nothing has to be scheduled. The
 search chooses where groups begin, whether each is resharded or kept after its forward pass, how many groups are
-gathered ahead in each pass, and how many reductions may wait. It looks for the fastest wrapping within a limit on
-memory. Units: seconds and bytes.
+gathered ahead in each pass, and how many reductions may wait. The search looks for the fastest wrapping within a limit
+on memory. Units: seconds and bytes.
 """
 
 from __future__ import annotations

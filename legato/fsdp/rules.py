@@ -1,11 +1,11 @@
 """The rules of FSDP2 for a wrapping: its collectives in order, the time of a step, and the memory.
 
-These are the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues work.
-They produce a program, which `legato.core.program.clock` runs. A piece of work starts after the previous piece in its
-stream and after the events for which its stream waits. A collective also starts after the collective that was issued
-before it on the same communicator. Gathers and reduce-scatters share a communicator. Gathers inside a host have another
-communicator, but share the stream of all gathers. Memory does not depend on times: buffers are allocated and freed in
-the order of the program.
+The module has the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues
+work. The rules produce a program, which `legato.core.program.clock` runs. A piece of work starts after the previous
+piece in its stream and after the events for which its stream waits. A collective also starts after the collective that
+was issued before it on the same communicator. Gathers and reduce-scatters share a communicator. Gathers inside a host
+have another communicator, but share the stream of all gathers. Memory does not depend on times: buffers are allocated
+and freed in the order of the program.
 
 docs/fully_sharded.md explains the rules and what they leave out. Units: seconds and bytes.
 """
@@ -234,7 +234,7 @@ class _Rules:
             )
 
     def lane(self) -> list[Action]:
-        """Return the actions of the compute stream, with each collective's start at the earliest place."""
+        """Return the actions of the compute stream, with each collective's start at its earliest possible place."""
         starts: dict[int, list[Start]] = defaultdict(list)
         for one in self.collectives:
             starts[one.place] += [Start(one.number)] if one.line != "issue" else []
@@ -322,7 +322,7 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """Return the bytes of a unit's new gradients, or 0 if existing gradients are added to one by one."""
+        """Return the bytes of a unit's new gradients: 0 if they are added, one by one, to existing gradients."""
         k = self.group_of.get(u)  # None if the unit has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients

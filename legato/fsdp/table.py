@@ -1,4 +1,4 @@
-"""A comparison of ways to shard a model by time and memory. It chooses the simplest that is nearly the fastest."""
+"""A comparison of ways to shard a model by time and memory. It finds the simplest way that is nearly the fastest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ __all__ = [
     "program_of_wrapping",
 ]
 
-#: Rows whose times differ by less than this fraction count as equally fast. The simplest of them is the answer.
+#: Rows whose times differ by less than this fraction count as equally fast. The answer is the simplest of the fastest
+#: rows.
 SAME = 0.01
 #: A relative difference of times that is too small to be measured.
 _ROUNDING = 1e-3
@@ -181,7 +182,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
-        """Return the answer's timeline. Its baseline has one group for each block. `where` is the network in words."""
+        """Return the answer's timeline, with one group for each block as baseline. `where` is the network in words."""
         chosen, block = self.steps[self.answer], self.steps[0]
         if chosen is None or block is None:
             raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")

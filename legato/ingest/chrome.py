@@ -2,9 +2,9 @@
 
 [Note: splitting JSON at guessed places] The array of events is split into runs of a few MiB, and a strict decoder
 decodes each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If the guess is inside a string or
-inside an event, quotes or brackets are still open there. Then the run, put in brackets, is not valid JSON, and the next
-guess is tried. A run that decodes therefore ends between two events, and every accepted file would also pass a decoder
-of the whole file.
+inside an event, quotes or brackets are still open there. The run before a wrong guess, put in brackets, is not valid
+JSON, so the next guess is tried. A run that decodes therefore ends between two events, and every accepted file would
+also pass a decoder of the whole file.
 
 [Note: values that are not JSON] Profilers write some values without escapes: infinities, and names with quotes,
 backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run

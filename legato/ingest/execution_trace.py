@@ -216,8 +216,8 @@ class _Graph:
     def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:
         """Return the node of each operator (or mark) of the profiler trace between the two times, by row.
 
-        Operators and nodes are matched by id if the profiler wrote ids. Otherwise the n-th operator of a name matches
-        the n-th node of that name, for names that occur equally often in both traces.
+        Operators and nodes are matched by id if the profiler wrote ids. Without ids, the n-th operator of a name
+        matches the n-th node of the same name, for names that occur equally often in both traces.
         """
         known = {node.name for node in self._nodes.values()}
         during = np.flatnonzero((columns.start >= start_s) & (columns.start < end_s)).tolist()

@@ -17,8 +17,8 @@ from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 
-#: Limits within a data center: no step of a tree takes longer than the first time, no step of a ring of many workers
-#: takes longer than the second, and no network has a lower bandwidth.
+#: Limits within a data center: the longest step of a tree (500 us), the longest step of a ring of many workers (100
+#: us), and the lowest bandwidth.
 _SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
@@ -126,7 +126,7 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """Return (bytes, seconds, whether the results are right, busbw over algbw) of a line of the table, or None."""
+    """Return (bytes, seconds, results are right, busbw / algbw) of a line, or None if it is not a table row."""
     time = max(k for k, word in enumerate(heading) if word == "time")
     columns = len(heading) + heading.count("timestamp")  # a timestamp is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]

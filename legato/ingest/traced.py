@@ -32,8 +32,9 @@ __all__ = [
 class TracedOp:
     """One computation of a step.
 
-    Before the op, the device was idle: for `gap_s` because the host had launched no work, for `stalled_s` during a
-    transfer that the op may have needed, and for `late_s` while such a transfer waited for a late rank.
+    Before the op, the device was idle for three reasons: for `gap_s` because the host had launched no work, for
+    `stalled_s` during a transfer that the op may have needed, and for `late_s` while this transfer waited for a late
+    rank.
     """
 
     name: str
@@ -44,7 +45,7 @@ class TracedOp:
     gap_s: float = 0.0
     stalled_s: float = 0.0
     late_s: float = 0.0
-    deps: tuple[int, ...] | None = None  # None: the op depends on the op before it
+    deps: tuple[int, ...] | None = None  # if None, the op depends only on the previous op
 
 
 class Sent(NamedTuple):
@@ -142,12 +143,12 @@ class RankMeasure:
     """The measurements of one rank's step (seconds).
 
     `computation_s` C is the time in which the device computes, and `communication_s` N the time in which the network
-    transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the sum of the times
-    for which collectives waited for late ranks (None if only one rank was traced), and `exposed_waiting_s` is the time
-    of such waits in which nothing else happened. In the remaining time, `idle_s`, the device waited for its host. So C
-    + exposed N + exposed waiting + idle = T. `undelayed_s` is T without the time by which late ranks delayed
-    computation that had already been launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and
-    Caramel. `host_overlap` is the overlap that a plan can change: alpha, where the device's waits for its host count as
+    transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time for
+    which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
+    which such waits happened and nothing else. In the remaining time, `idle_s`, the device waited for its host. So C +
+    exposed N + exposed waiting + idle = T. `undelayed_s` is T without the time by which late ranks delayed computation
+    that had already been launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and Caramel.
+    `host_overlap` is the overlap that a plan can change: alpha, where the device's waits for its host count as
     computation, and waits for late ranks do not count. `kinds` divides N and exposed N by kinds of collectives. The
     kind `wait` is the time in which an operator still waits for a collective that has already ended in the trace.
     """
@@ -196,7 +197,7 @@ class Sharded:
     """The groups of FSDP2 in the order of the forward pass, with their costs.
 
     Times are for one micro-batch, as medians over the steps. `root_s` are the (forward, backward) times of computation
-    outside all groups, before the first group and after each group. There are samples (bytes of all ranks, seconds) of
+    outside all groups, before the first group and after each group. The samples (bytes of all ranks, seconds) are of
     all-gathers over `ranks`, of all-gathers over fewer ranks, and of reduce-scatters. `odd` names something in the
     trace that the rules of FSDP2 do not cover, or is "".
     """

@@ -1,11 +1,11 @@
 """Simulation by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
-This is the model that planners use (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the
-plan's order: each message starts when the previous message has ended and all tensors of this message are ready. An
-all-reduce of n bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining`
-computes. If an all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half
-of the time, alpha/2 + beta/2 * n, except that the time to add up gradients belongs to the first half. Some collectives
-have no halves (`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
+Planners use the same model (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the plan's order:
+each message starts when the previous message has ended and all tensors of this message are ready. An all-reduce of n
+bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining` computes. If an
+all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half of the time,
+alpha/2 + beta/2 * n. However, the time to add up gradients belongs to the first half. Some collectives have no halves
+(`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs
 exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines the dependencies

@@ -41,9 +41,9 @@ __all__ = ["message_s", "pipelined_s", "second_half_s"]
 def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
     """Return the seconds of an all-reduce of `nbytes` bytes on a cluster.
 
-    If this depth or a smaller one was measured, the measured cost is used. Otherwise, `pipelined_s` is used if the
-    cluster's costs were derived, and the cost of one chunk if not. Raises `InputError` on a collective that the cluster
-    lacks.
+    If the cluster has a measured cost for this depth or a smaller one, that cost is used. If the cluster's costs were
+    derived, `pipelined_s` is used. In all other cases, the cost of one chunk is used. Raises `InputError` on a
+    collective that the cluster lacks.
     """
     name = cluster.default_collective if collective is None else collective
     cost = cluster.cost(name, depth)

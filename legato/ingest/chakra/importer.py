@@ -2,11 +2,11 @@
 
 [Note: what is taken from a graph] A trace of a GPU has nodes of the host (`is_cpu_op`) and of the device. The device's
 nodes are the computation; the host's nodes only tell which thread launched a kernel. Converters let a kernel depend on
-host operators, but not on the kernels that produced its inputs, so kernels keep their order. If there is no device, the
-host's nodes are the computation. Nodes are ordered by their data dependencies, and by their control dependencies if
-these are sound; ties are broken by id. Some converters write control dependencies on nodes that are missing from the
-file, or let a node depend on itself. In files of these converters, control dependencies only tell which host operator
-launched a kernel.
+host operators, but not on the kernels that produced its inputs, so kernels keep their order. In a trace without a
+device, the host's nodes are the computation. Nodes are ordered by their data dependencies, and by their control
+dependencies if these are sound; ties are broken by id. Some converters write control dependencies on nodes that are
+missing from the file, or let a node depend on itself. In files of these converters, control dependencies only tell
+which host operator launched a kernel.
 
 Each all-reduce or reduce-scatter is a gradient, which is ready after the last backward op on which it depends. In a
 trace that begins with the backward pass, as legato writes it, the readers of a gradient are the forward ops that depend
@@ -79,7 +79,7 @@ def import_chakra_program(
     """Import the program of a job (computation and communication) from the graphs of all ranks.
 
     Raises `InputError` if the graphs contradict each other, or for a converted profile in which no node depends on the
-    kernel of a collective. Also raises what `import_chakra` raises.
+    kernel of a collective. Also raises the errors of `import_chakra`.
     """
     notes, ranks, graphs = Notes(), _ranks(paths), dict[int, RankGraph]()
     for rank, path in ranks.items():

@@ -95,7 +95,7 @@ def _group(node: TraceNode) -> object:
 
 
 def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[int]]) -> TracedTransfer:
-    """Return a node as a transfer. If legato wrote the node, it carries gradients, and its bytes are the result's."""
+    """Return a node as a transfer. A node that legato wrote carries gradients."""
     told, seconds = node.attributes, graph.seconds(node)
     if node.type in SEND_RECEIVE:
         sends = node.type == SEND_RECEIVE[0]

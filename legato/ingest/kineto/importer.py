@@ -48,7 +48,7 @@ class Graph(Protocol):
 
 
 class _Step(NamedTuple):
-    """A step on all ranks: as traced, after trimming, and with its measurements."""
+    """A step on all ranks: the traced steps, the trimmed steps, and the measurements, each by rank."""
 
     whole: dict[int, TracedStep]
     trimmed: dict[int, TracedStep]

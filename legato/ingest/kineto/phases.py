@@ -29,7 +29,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 #: to the node.
 FSDP = ("FSDP::", "FullyShardedDataParallel.")
 _HOOKS = re.compile(r"AccumulateGrad$")
-#: Nodes that run whole graphs. Such nodes may send gradients, or communicate as a part of their computation.
+#: Nodes that run whole graphs, and may send gradients or communicate as a part of their computation.
 _GRAPHS = re.compile(r"CompiledFunction")
 
 

@@ -3,16 +3,18 @@
 [Note: two kinds of idle time] A device is idle for one of two reasons. Either the host has not launched the next kernel
 yet: no plan of transfers changes that, so the idle time belongs to the computation (`TracedOp.gap_s`). Or the kernel
 has been launched and waits for a transfer: planning can change that, so the idle time belongs to no op. The time of the
-launch, which the profiler records under the kernel's correlation number, separates the two: the kernel waits from its
-launch to the end of the last transfer that ends in the gap. A CPU has no launches, so the beginning of the gap counts
-instead. A launch that is recorded at its kernel's start or later only tells the difference between the clocks of host
-and device. With such a launch, the kernel waited if a transfer ended at the kernel's start, within this difference.
+launch, which the profiler records under the kernel's correlation number, separates the two kinds of idle time. The
+kernel waits from its launch to the end of the last transfer that ends in the gap. A CPU has no launches, so the
+beginning of the gap counts instead. A launch that is recorded at its kernel's start or later only tells the difference
+between the clocks of host and device. With such a launch, the kernel waited if a transfer ended at the kernel's start,
+within this difference.
 
 [Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
 are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
 everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
 the next step begins. All work of the device between begin and end counts, including the end of an earlier step's
-transfer or the beginning of a later step on another stream. So no share of the step is larger than the step.
+transfer or the beginning of a later step on another stream. With this definition, no share of the step is larger than
+the step.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from legato.ingest.traced import Notes, Sent, TracedOp, TracedTransfer
 
 __all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "transfers_of", "trim"]
 
-#: A stream that waited for another stream continues within this time.
+#: The longest time after which a stream that waited for another stream continues.
 _REACTION_S = 10e-6
-#: This is less than a nanosecond, the finest time in a trace. If sums of times differ by less, they are equal.
+#: Sums of times that differ by less than this are equal, since the finest time in a trace is a nanosecond.
 ROUNDING_S = 4e-10
 
 

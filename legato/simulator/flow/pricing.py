@@ -1,7 +1,7 @@
 """The cost that planners assume for a fabric on a network: the time of a message that has the network to itself.
 
-If identical hosts share one switch, formulas give the cost (`legato.collectives`). Otherwise, one message is simulated
-in several sizes, and the cost is fitted to the results.
+If identical hosts share one switch, formulas give the cost (`legato.collectives`). For all other networks, one message
+is simulated in several sizes, and the cost is fitted to the results.
 """
 
 from __future__ import annotations

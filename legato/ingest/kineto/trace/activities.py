@@ -2,9 +2,9 @@
 
 [Note: collectives without a device] Under gloo, an operator (`c10d::allreduce_`) issues a collective, and a thread of
 gloo runs it later; the mark (`gloo:all_reduce`) shows the time of this run. The record id of a mark follows the id of
-its operator. If there are no ids, marks are matched with operators by size and order, since gloo's threads nearly
-always begin collectives in order. The operator tells which collective was issued, and where: gloo runs a reduce-scatter
-as an all-reduce, and marks it as an all-reduce.
+its operator. Without ids, marks are matched with operators by size and order, since gloo's threads nearly always begin
+collectives in order. The operator tells which collective was issued, and where: gloo runs a reduce-scatter as an
+all-reduce, and marks it as an all-reduce.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Described(NamedTuple):
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """Return the kernels, copies and fills that the host launched, or without a device, the outermost operators.
 
-    Only launches between the two times count. Time in which the host issues collectives, waits for them or runs them is
-    no computation, even inside an operator.
+    Only launches from `start_s` to `end_s` count. Time in which the host issues collectives, waits for them or runs
+    them is no computation, even inside an operator.
     """
     if len(trace.device):
         return _device_activities(trace, start_s, end_s, ~_sends(trace))
@@ -252,7 +252,7 @@ def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
 def _elements(args: Arguments | None) -> int | None:
     """Return the elements that a collective sends.
 
-    These elements are in the second argument if that is a tensor, since results come first.
+    Results come first in the arguments, so the elements are in the second argument if that is a tensor.
     """
     dims = None if args is None else args.dimensions()
     if not isinstance(dims, list):
@@ -274,7 +274,7 @@ def foreign(
 ) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
     """Return other steps' computations (start, end) and collectives (kind, start, end) from `begin_s` to `until_s`.
 
-    Events that the host launched from `start_s` to `end_s` are left out. Only computations on a device count.
+    Events that the host launched from `start_s` to `end_s` are left out. Computations count only on a device.
     """
 
     def of_others(activity: Activity) -> bool:
@@ -311,8 +311,8 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
     A launch is found by correlation, or otherwise by its operator. A stream runs its events in the order of their
     launches. So an event without launch and operator in the trace gets the launch time of the previous event in its
-    stream, or -inf (before the trace) if it is the first event. In a stream without any known launch, the launch time
-    of an event is its start. The thread of an unknown launch is -1.
+    stream. The first event of a stream gets -inf (before the trace). In a stream without any known launch, the launch
+    time of an event is its start. The thread of an unknown launch is -1.
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)

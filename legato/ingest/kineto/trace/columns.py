@@ -122,7 +122,7 @@ class EventColumns:
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event. `name` and `thread` are indices of the trace's tables. Only `keep` stores all of `args`."""
+        """Append an event. `name` and `thread` are indices of tables; `args` are stored only with `keep`."""
         number = -1
         if keep:
             number = self._numbers.setdefault(args.key(), len(self._details))

@@ -49,11 +49,11 @@ _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _MARKS = re.compile(rf"{_STEP}|{_UPDATE}|{COLLECTIVE_NAME.pattern}")
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
-#: The kinds of event categories, in lower case. Profilers before 2022 wrote categories of one word, and marks among the
+#: The kind of each event category, in lower case. Profilers before 2022 wrote one-word categories, and wrote marks as
 #: operators.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: If a trace has fewer events of another device than one for this number of the rank's own events, these events are
-#: strays: they belong to no other rank, and may be wrong even if all other events are right.
+#: The least number of a rank's own events for each stray event. If there are fewer strays on another device than that,
+#: they do not come from another rank, and misplaced strays are errors of the profiler.
 STRAY = 20
 #: An event has a wrong time if it begins this much before an event that was launched earlier.
 _MISPLACED_S = 0.1

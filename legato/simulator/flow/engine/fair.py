@@ -4,8 +4,8 @@ Services that cut through one another form one *flow*, which moves at one rate o
 none of its services waits for anything outside the flow. Whenever a flow starts or ends, the rates are computed again
 by progressive filling: raise all rates equally; when a link is full, fix the rates of its flows; continue with the
 remaining flows. With priorities, the flows of the highest priority share all bandwidth, the flows of the next priority
-share the rest, and so on. This is for small cases, since each change looks at all active flows. If links are disturbed
-(`disturbances.py`), the rates are also computed again whenever the speed of a link changes.
+share the rest, and so on. This engine is for small cases, since each change looks at all active flows. If links are
+disturbed (`disturbances.py`), the rates are also computed again whenever the speed of a link changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["fair_rates", "run_fair"]
 #: A flow has ended when only this fraction of its bytes is left.
 _NOTHING = 1e-12
 _NO_WEIGHT = np.empty(0, np.int64)
-#: A flow: the time when it is ready, and its start; the bytes that it puts on links, the bytes left, and their rate;
-#: its time on no link; and the number of services for which its services wait.
+#: The state of a flow. It has the time when the flow is ready, its start, its bytes on links, the bytes left, its rate,
+#: its time on no link, and the number of services for which its services wait.
 _STATE = np.dtype(
     [(name, "f8") for name in ("ready_s", "start_s", "size", "left", "rate", "fixed_s")] + [("held_back", "i8")]
 )

@@ -4,9 +4,9 @@
   free, because the link's next service is already known.
 - *Priorities*: a free link begins the ready service with the highest priority, and on a tie the first in the order
   `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same earliest
-  moment, the service with the highest priority begins first, since services that it releases at this moment may have
-  priority over the remaining services. So the loop goes through all moments at which a service becomes ready or a link
-  becomes free, and is slower.
+  moment, the service with the highest priority begins first, because it may release services at this moment that go
+  before the remaining services. With priorities, the loop goes through all moments at which a service becomes ready or
+  a link becomes free, and is slower.
 
 If only one of many identical workers is simulated (`alone.py`), services are *trips*, first come, first served.
 
@@ -39,9 +39,9 @@ except ModuleNotFoundError:
 __all__ = ["compiled", "compiled_s", "link_edges", "run_services", "served"]
 
 compiled = numba.njit(cache=True)
-#: Compiled without reference counts of arrays, which would take most of the time. This is safe because inlined
-#: functions allocate nothing. `_nrt` is private to numba; without `_nrt`, results are the same, but the loop takes
-#: several times as long.
+#: Compiled without reference counts of arrays, which would take most of the time. Inlined functions do not need
+#: reference counts, because they allocate nothing. `_nrt` is private to numba; without `_nrt`, results are the same,
+#: but the loop takes several times as long.
 _inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # pyrefly: ignore[no-matching-overload]
 
 _timer = event.TimingListener()

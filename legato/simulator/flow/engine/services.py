@@ -8,8 +8,8 @@ service B in one of two ways:
 - *cut through*: `delay_s` after the begin of A. B then cannot end before `delay_s` after the end of A (the tail of a
   message that is forwarded while it is received).
 
-This is enough for all fabrics. A transfer is a service on the sender's link and a service on the receiver's link,
-released cut through. In multicast, one service releases several services cut through. In in-network aggregation,
+These two ways are enough for all fabrics. A transfer is a service on the sender's link and a service on the receiver's
+link, released cut through. In multicast, one service releases several services cut through. In in-network aggregation,
 several services release one, cut through or after. Computation is a service on no link. A barrier is a service that
 takes no time.
 
@@ -80,7 +80,7 @@ NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.e
 
 
 class Trips(NamedTuple):
-    """Transfers from a worker to itself, by service, for each service i on a link.
+    """Transfers from a worker to itself: the trips of each service i on a link.
 
     Service i has `laps[i]` laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
     seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The

@@ -83,7 +83,7 @@ def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, pa
 
 
 def _ends(topology: Topology, one: Round, shift: int) -> tuple[Hosts, Hosts]:
-    """Return the senders and the receivers of a round, as far as they are simulated."""
+    """Return the simulated senders of a round and their receivers."""
     everyone = len(one.senders) == topology.workers
     senders = topology.ranks if everyone else np.asarray(one.senders)
     return senders, topology.worker(((senders + shift) % topology.workers) ^ one.flip)

@@ -2,8 +2,8 @@
 
 First, the g workers of each host reduce-scatter on the links to the host's inner switch. Then the workers with the same
 place l in their hosts all-reduce part l over the network. Finally, the workers of each host all-gather inside the host.
-If every GPU has a network card, part l has the l-th cards of all hosts to itself, and on rails it does not leave rail
-l: this is how NCCL sends on such machines. If workers share a card, their parts share the card, too.
+If every GPU has a network card, only part l uses the l-th cards of all hosts, and on rails, part l does not leave rail
+l. NCCL sends in this way on such machines. If workers share a card, their parts share the card, too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WORKERS_PER_HOST = 8
 class Hierarchical(Collective):
     """Hierarchical all-reduce: within hosts and between them.
 
-    A host has `Network.gpus_per_host` workers. If that is 1, the number is the greatest common divisor of 8 and the
-    number of workers in each rack, and the workers of a host share the first worker's network card.
+    A host has `Network.gpus_per_host` workers. If `gpus_per_host` is 1, a host has as many workers as the greatest
+    common divisor of 8 and the number of workers in each rack. They share the first worker's network card.
     """
 
     def host_shape(self, network: Network) -> HostShape:

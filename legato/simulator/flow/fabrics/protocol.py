@@ -73,9 +73,9 @@ class Fabric(Protocol):
 class Collective:
     """The base class of fabrics without servers, in which all workers play the same role.
 
-    `in_flight` limits the number of messages at once. If it is 1, messages are sent one after another, as planners
-    assume and as the runtime sends them. If it is None, all ready messages are sent at once. Messages are split into
-    fragments of at most `message_bytes` bytes.
+    `in_flight` limits the number of messages at once. With `in_flight` 1, messages are sent one after another, as
+    planners assume and as the runtime sends them. With `in_flight` None, all ready messages are sent at once. Messages
+    are split into fragments of at most `message_bytes` bytes.
     """
 
     in_flight: int | None = 1

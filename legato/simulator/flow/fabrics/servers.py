@@ -31,12 +31,12 @@ _MOST_SERVERS = 2**16
 class Servers:
     """A fabric with `servers` server hosts in addition to the workers.
 
-    `placement` says which server holds a tensor. "round-robin", TensorFlow's default, assigns tensors to servers in
-    turn, in the order in which the model creates them; "equal" splits every tensor evenly over all servers; a mapping
-    gives the server of each tensor. `distribution` is the order in which a server sends: one parameter to all workers,
-    then the next parameter ("round-robin"), or all parameters to one worker, then all to the next worker ("block").
-    With `barrier`, servers distribute nothing before all gradients are summed. With `multicast`, a server sends once
-    for all workers. With `aggregation`, the switch adds up gradients, and forwards whole fragments
+    `placement` says which server holds a tensor. With "round-robin", TensorFlow's default, tensors are assigned to
+    servers in turn, in the order in which the model creates them. With "equal", every tensor is split evenly over all
+    servers. A mapping gives the server of each tensor. `distribution` is the order in which a server sends: one
+    parameter to all workers, then the next parameter ("round-robin"), or all parameters to one worker, then all to the
+    next worker ("block"). With `barrier`, servers distribute nothing before all gradients are summed. With `multicast`,
+    a server sends once for all workers. With `aggregation`, the switch adds up gradients, and forwards whole fragments
     ("store-and-forward") or bytes as they arrive ("cut-through"). `message_bytes` splits messages into fragments of at
     most that size, which are pushed, summed and distributed independently (message pipelining, 9.2).
     """

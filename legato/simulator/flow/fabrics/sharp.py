@@ -4,9 +4,9 @@ First, the workers of each host reduce-scatter on the links to the host's inner 
 l-th workers of all hosts send their part l up a tree of switches. The switches add up the parts that arrive and send
 the sum back down, so the card of a worker carries its part once in each direction. A link between switches carries a
 part once in each direction, whatever the number of hosts. Switches forward bytes as they arrive. At the end, the
-workers of each host all-gather inside the host. Unlike the parameter server of the Network Operator Edition with
-`multicast+aggregation`, each host adds up gradients before sending, messages (DDP's buckets) follow each other, and
-nothing waits for the gradients of a whole iteration.
+workers of each host all-gather inside the host. There are three differences from the parameter server of the Network
+Operator Edition with `multicast+aggregation`: each host adds up gradients before it sends, messages (DDP's buckets)
+follow each other, and nothing waits for all gradients of an iteration.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class FlowResult:
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration. If there are several iterations, it is the mean of all but the first."""
+        """Return the seconds of one iteration: the mean of all iterations but the first, if there are several."""
         if self.iterations == 1:
             return float(self.end_s[0])
         return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)

@@ -33,9 +33,9 @@ __all__ = ["Iteration", "Unrolled"]
 class Iteration:
     """The ids of the services of an iteration.
 
-    `forward` and `backward` [segment, rank] compute. The other services end when a worker launches a message
-    (`launched` [message, rank]), and when a sum is complete (`summed` [reducing fragment, ...]), may be distributed
-    (`released` [distributing fragment, ...]) and has arrived (`received` [distributing fragment, rank]).
+    `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a worker launches
+    a message. Services in `summed` [reducing fragment, ...] end when a sum is complete, in `released` [distributing
+    fragment, ...] when it may be distributed, and in `received` [distributing fragment, rank] when it has arrived.
     """
 
     forward: Ids

@@ -1,6 +1,6 @@
 """The network of a flow simulation.
 
-The network consists of hosts and their links (`network.py`), the switches above them (`switches.py`), temporary
-slowdowns (`disturbances.py`), and the ways to send (`topology.py`, or `alone.py` if only one of many identical workers
-is simulated).
+`network.py` describes hosts and their links, `switches.py` the switches above the hosts, and `disturbances.py`
+temporary slowdowns. `topology.py` has the ways to send. `alone.py` replaces it if only one of many identical workers is
+simulated.
 """

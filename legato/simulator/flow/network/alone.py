@@ -1,14 +1,14 @@
 """One worker that represents all workers: it receives the bytes that it sends, as if from its other neighbour.
 
-If all workers behave alike, a transfer that a worker sends occupies the worker's outgoing link and also its incoming
-link, since another worker sends the same at the same time ([Note: symmetry] in `topology.py`). The incoming link
-receives exactly what the outgoing link has sent, in the same order. So, in this simulation, a transfer is only one
-service, called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip with a
-count. The graph has the same size for any number of workers. The engine adds the same times in the same order as for
-all transfers, so times are equal to the last bit.
+If all workers behave alike, another worker sends the same transfer at the same time. So a transfer of a worker occupies
+the worker's outgoing link and also its incoming link ([Note: symmetry] in `topology.py`). The incoming link receives
+exactly what the outgoing link has sent, in the same order. So, in this simulation, a transfer is only one service,
+called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip with a count. The
+graph has the same size for any number of workers. The engine adds the same times in the same order as for all
+transfers, so times are equal to the last bit.
 
 Exceptions are transfers that are so short that adding their duration to a time does not change it (in 64 bits). Links
-may serve such transfers in another order.
+may serve these very short transfers in another order.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: profiles] A *profile* is the factor by which a link or a worker is slower, as a step function of time. Work of
 `work_s` seconds that begins at b ends when the integral of 1 / factor from b on reaches `work_s`. Both engines follow
-profiles from step to step, so no time is rounded to a grid. With a factor of 1, all times equal the times in an
-undisturbed simulation to the last bit.
+profiles from step to step, so no time is rounded. With a factor of 1, all times equal the times in an undisturbed
+simulation to the last bit.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Times = NDArray[np.float64]
 class Disturbance:
     """A slowdown of one link or worker by `factor` from `start_s` to `end_s`, or a standstill (`math.inf`).
 
-    `kind` is "link" (both directions of worker `number`'s link), "server" (a server's link), "uplink" (all links
-    between a leaf, of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a fat tree are
-    numbered pod by pod) or "compute" (a worker's computation). `start_s` and `end_s` count from the start of the
-    simulation. The factors of several disturbances of the same link or worker are multiplied. Raises `InputError` on a
-    value out of range.
+    `kind` says what is slow: "link" (both directions of a worker's link), "server" (a server's link), "uplink" (all
+    links between a leaf and its spines), "spine" (all links of a spine) or "compute" (a worker's computation). `number`
+    is the number of the worker, server, leaf or spine; spines of a fat tree are numbered pod by pod. `start_s` and
+    `end_s` count from the start of the simulation. The factors of several disturbances of the same link or worker are
+    multiplied. Raises `InputError` on a value out of range.
     """
 
     kind: Literal["link", "server", "uplink", "spine", "compute"]

@@ -3,8 +3,8 @@
 All topologies are folded Clos networks with different numbers of switches. Each network card is connected to a *leaf*.
 Every leaf of a pod is connected to every *spine* of the pod, and spine j of every pod is connected to the same `cores`
 core switches. A transfer goes up only as far as necessary, and down again. On the way up, there is a choice of spines
-and of cores; on the way down, there is only one path. So the paths from one host to all others form a tree, and so do
-the paths from all hosts to one.
+and of cores; on the way down, there is only one path. So the paths from one host to all others form a tree, and the
+paths from all hosts to one also form a tree.
 
 - *leaf-spine*: hosts in racks with a leaf each, and one pod. One rack is one switch that
   never blocks.

@@ -1,8 +1,9 @@
 """The network as a fabric sees it: hosts, their links, and three ways to send between hosts.
 
-The three ways are `send` (one to one), `multicast` (one to many; each link carries the bytes once) and `aggregate`
-(many to one; the switches add up, so each link also carries the bytes once). The arguments are arrays, since a fabric
-describes a step of all messages and all workers at once. Hosts are numbers: `worker(w)` and `server(s)`.
+`send` sends from one host to one host. `multicast` sends from one host to many, and each link carries the bytes once.
+`aggregate` sends from many hosts to one; switches add up, so each link carries the bytes once. The arguments are
+arrays, since a fabric describes a step of all messages and all workers at once. Hosts are numbers: `worker(w)` and
+`server(s)`.
 
 [Note: routes] All three ways to send follow routes. A route is a list of links from one host to another: out of the
 sender's card, between switches (`switches.py`), and into the receiver's card. If sender and receiver are workers on one
@@ -11,10 +12,10 @@ up and there is only one way down. The routes of an aggregation also form a tree
 whatever the number of routes that cross the link.
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
-the same ring), all workers behave alike. Then only the first `size` workers are simulated, and the host `worker(w)` is
-w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the worker itself,
-as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the order of
-transfers on every link, and all times, are the same as in the full simulation.
+the same ring), all workers behave alike. In this case, only the first `size` workers are simulated, and the host
+`worker(w)` is w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the
+worker itself, as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the
+order of transfers on every link, and all times, are the same as in the full simulation.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ Every job has its own workload, plan, fabric and hosts. If transfers of several 
 rack), they share the link. All jobs form one graph, which the engine runs like the graph of one job.
 
 [Note: the window] Jobs have different periods, and their effect on each other depends on the phases in which they meet.
-So every job runs many iterations, and jobs with short periods run more: all jobs run at least until the job with the
-longest period would have finished its `iterations` if it were alone. Only times in the *window* count. The window ends
-when the first job ends its second to last iteration (workers that have finished an iteration begin the next one before
-the iteration ends). The window begins when a quarter of the time between the start of the last job and the end of the
-window has passed. Within the window, all jobs run all the time. The iteration time of a job is the mean over its
-iterations between the first and the last end in the window, and its time alone is the mean over the same iterations.
+So every job runs many iterations, and jobs with short periods run more. All jobs run at least until the job with the
+longest period would have finished its `iterations` iterations without the other jobs. Only times in the *window* count.
+The window ends when the first job ends its second to last iteration, because workers that have finished an iteration
+begin the next one before the others have. The window begins when a quarter of the time between the start of the last
+job and the end of the window has passed. Within the window, all jobs run all the time. The iteration time of a job is
+the mean over its iterations between the first and the last end in the window, and its time alone is the mean over the
+same iterations.
 """
 
 from __future__ import annotations
