@@ -259,8 +259,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """A GPU, its links and its host: the figures of data sheets, and the shares of these figures that are reached.
 
     `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
-    each GPU to other hosts. `efficiency` is the reached share of the peak of matrix products, the one number to fit to
-    a measured step. Each latency is for a whole collective within a job, with the skew of its workers: inside a host,
+    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach, the one number to fit to
+    a measured step. The tiles of a product are computed in waves on `multiprocessors`; with 0, products are not divided
+    into waves. Each latency is for a whole collective within a job, with the skew of its workers: inside a host,
     between two hosts, or for each additional host.
     """
 
@@ -280,16 +281,20 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     latency_s: float = 60e-6
     network_latency_s: float = 70e-6
     hop_s: float = 3e-6
+    multiprocessors: Int64 = 0
 
     def __post_init__(self) -> None:
         _within(self, ["gpus_per_host"])
+        _within(self, ["multiprocessors"], least=0)
         for field in self.__struct_fields__:
             value = getattr(self, field)
             share = field.endswith(("efficiency", "share"))
             if field.endswith("_s") and not field.endswith("per_s"):
                 if not 0 <= value <= 1:
                     raise InputError(f"{field}: {value} (expected seconds, 0 to 1)")
-            elif field != "name" and not (math.isfinite(value) and 0 < value <= (1 if share else 1e30)):
+            elif field not in ("name", "multiprocessors") and not (
+                math.isfinite(value) and 0 < value <= (1 if share else 1e30)
+            ):
                 raise InputError(
                     f"{field}: {value} (expected {'a share, above 0 to 1' if share else 'a number above 0'})"
                 )

@@ -1,4 +1,4 @@
-"""Everything that needs PyTorch: captures a training step, measures a network, and trains by a plan."""
+"""The part of legato that needs PyTorch: captures training steps, measures networks, and trains under plans."""
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture

@@ -1,8 +1,7 @@
-"""Everything that legato uses of torch's private interfaces, as of torch 2.11 to 2.15.
+"""All uses that legato makes of torch's private interfaces, as of torch 2.11 to 2.15.
 
-No other file names an attribute or a module of torch that begins with an
-underscore, so a new version of torch is checked here. Each entry says what it is
-for, and what could replace it.
+No other file names an attribute or a module of torch that begins with an underscore, so only this file must be checked
+against a new version of torch. Each entry says what it is for, and what could replace it.
 """
 
 from __future__ import annotations
@@ -101,24 +100,27 @@ _log = logging.getLogger("legato")
 
 # ---- dispatch, overrides, compilation ---------------------------------------------------
 
-#: Keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo right away (1 s).
+#: A decorator that keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo
+#: right away (1 s).
 not_compiled: Any = torch._disable_dynamo
 
-#: Inside, `__torch_function__` of tensor subclasses is not called. (torch documents it, under `torch._C` only.)
+#: A context in which `__torch_function__` of tensor subclasses is not called. (torch documents it, but only under
+#: `torch._C`.)
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 
-#: All leaves of nested lists, tuples, dicts and registered classes. `torch.utils.pytree` will be the public one.
+#: A function that returns all leaves of nested lists, tuples, dicts and registered classes. `torch.utils.pytree` will
+#: be its public module.
 leaves: Callable[[Any], list[Any]] = tree_leaves
 
 
 @contextmanager
 def on_compilation(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `call()` whenever dynamo begins to compile something."""
+    """Call `call()` whenever dynamo begins to compile something inside this context."""
     from torch._dynamo.callback import callback_handler
 
     def started(_: Any) -> None:
         compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
-        try:  # optimizers compute otherwise where this flag is set
+        try:  # optimizers behave differently while this flag is set
             call()
         finally:
             torch.compiler._is_compiling_flag = compiling
@@ -127,7 +129,7 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if started in callback_handler.start_callbacks:  # `torch.compiler.reset()` removes all
+        if started in callback_handler.start_callbacks:  # `torch.compiler.reset()` removes all callbacks
             callback_handler.remove_start_callback(started)
 
 
@@ -135,8 +137,8 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
     """Return whether dynamo compiles the module whose forward hook has this frame.
 
-    It does because `torch.compile` was given the module (`module`), or because
-    compiled code calls it (`caller`).
+    The answer is `module` if `torch.compile` was given the module, `caller` if compiled code calls it, and empty
+    otherwise.
     """
     if not runs_compiled():
         return ""
@@ -149,16 +151,16 @@ def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
 
 
 def runs_compiled() -> bool:
-    """Return whether dynamo compiles what the caller calls: some code above it was given to `torch.compile`."""
+    """Return whether dynamo compiles the functions that the caller calls, because code above it was compiled."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 @contextmanager
 def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
-    """Inside, outside DDP's forward passes, dynamo calls `compile_graph(backend, graph, inputs)` for each graph.
+    """Let dynamo call `compile_graph(backend, graph, inputs)` for each graph, except in DDP's forward passes.
 
-    If that returns None, the backend compiles it. It is called where dynamo
-    would split a graph for a DDP: in place of `DDPOptimizer`.
+    If `compile_graph` returns None, the backend compiles the graph. dynamo calls `compile_graph` where it would call
+    `DDPOptimizer` for a DDP.
     """
     if "torch._dynamo" in sys.modules:
         _take_place_of_ddp_optimizer()
@@ -181,14 +183,14 @@ class _Active(NamedTuple):
 def compiles_two_ways(
     ddp: nn.Module, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]
 ) -> Callable[[], None]:
-    """From now on, compile the graphs of the DDP's forward passes in two ways; each time one runs, `ours()` chooses.
+    """From now on, compile the graphs of the DDP's forward passes in two ways; `ours()` chooses each time a graph runs.
 
-    Where it is true, what `compile_graph(backend, graph, inputs)` makes of the
-    graph runs, and elsewhere what `DDPOptimizer` does, as always. Only `inductor`
-    and `aot_eager` compile in two ways. Of graphs that dynamo has
-    compiled before, or in passes without gradients, nothing changes.
+    If `ours()` returns True, the result of `compile_graph(backend, graph, inputs)` runs, otherwise the result of
+    `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
+    graphs that dynamo has compiled before, or in passes without gradients.
 
-    Returns a function that ends this; it also ends when the function is garbage.
+    Returns a function that ends this second way. The second way also ends when nothing refers to this function any
+    more.
     """
     _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
     way = _SecondWay(compile_graph, ours)
@@ -197,7 +199,7 @@ def compiles_two_ways(
 
 
 class _SecondWay:
-    """Compiles the graphs of a DDP's forward passes in a second way. Nothing but its `end` keeps it alive."""
+    """A second way to compile the graphs of a DDP's forward passes, which lives while its `end` is referenced."""
 
     def __init__(self, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]) -> None:
         self.compile_graph, self.ours = compile_graph, ours
@@ -211,7 +213,7 @@ _second_ways: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_SecondWay]] = we
 
 
 def _active_way() -> _SecondWay | None:
-    """The second way of the DDP whose forward pass runs."""
+    """Return the second way of the DDP whose forward pass runs, or None."""
     active = cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module
     reference = _second_ways.get(active) if isinstance(active, nn.Module) else None
     way = None if reference is None else reference()
@@ -241,9 +243,9 @@ def _take_place_of_ddp_optimizer() -> None:
 class _TwoWays:
     """A graph that is compiled for DDP's passes, by `compile_graph`, and in the second ways of all DDPs that run it.
 
-    dynamo shares it between modules of one class. In the way that the first
-    pass wants, it is compiled at once, as a part of dynamo's compilation; in
-    another one, when it first runs so, if possible.
+    dynamo shares a graph between modules of one class. The graph is compiled at once in the way that the first pass
+    needs, as a part of dynamo's compilation. In any other way the graph is compiled when that way is first needed, if
+    possible.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
@@ -255,7 +257,7 @@ class _TwoWays:
 
     def compile(self, way: _SecondWay, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compile the graph, now or later, and return the function that runs it."""
-        self._again = _Again(graph, inputs)  # first: compilation changes graph and context
+        self._again = _Again(graph, inputs)  # now, because compilation changes the graph and the context
         ours = way.ours()
         if ours:
             self._in_second_ways[way] = way.compile_graph(self._backend, graph, inputs)
@@ -267,9 +269,10 @@ class _TwoWays:
         return self.run
 
     def run(self, *args: Any) -> Any:
-        """Run the graph in the way that the present pass wants."""
+        """Run the graph in the way that the current pass needs."""
         if in_backward_pass() and cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module is None:
-            # A checkpoint runs it again, in the way in which it ran before: what it saves must be the same.
+            # Activation checkpointing runs the graph again, and must run it in the same way, so that it saves the same
+            # tensors.
             way = None if self._last is None else self._last()
         else:
             way = _active_way()
@@ -278,7 +281,7 @@ class _TwoWays:
         return self._in_way(way)(*args)
 
     def _in_way(self, way: _SecondWay | None) -> Any:
-        """The graph, compiled in this way; None for DDP's."""
+        """Return the graph compiled in this second way, or, if `way` is None, as DDP compiles it."""
         if way is not None:
             if way not in self._in_second_ways:
                 self._in_second_ways[way] = self._second(way)
@@ -296,15 +299,16 @@ class _TwoWays:
             return self._again.compile(functools.partial(way.compile_graph, self._backend))
         except Exception as error:
             if not self._again.later:
-                raise  # dynamo knows what to do
+                raise  # dynamo handles this error
             _log.info("a graph is compiled as for DDP only: %s: %s", type(error).__name__, error)
             return None
 
 
 class _Again:
-    """Compiles once more, now or `later`, a graph that dynamo is compiling.
+    """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
 
-    It may be `later` if compilation adds no guards. They would be about sizes that vary, or memory that inputs share.
+    The graph can be compiled `later` if its compilation adds no guards. Guards would concern sizes that vary, or memory
+    that inputs share.
     """
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
@@ -314,10 +318,10 @@ class _Again:
         self._graph, self._inputs = _copy_of(graph), list(inputs)
         guards = torch._guards
         self._compile_context, self._context = guards.CompileContext.try_get(), copy.copy(guards.TracingContext.get())
-        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as dynamo makes it
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as dynamo makes such a mode
             mode = torch._subclasses.FakeTensorMode(shape_env=cast(Any, self._context.fake_mode).shape_env)
         self.later = _adds_no_guards(graph, inputs)
-        if self.later:  # then these inputs will be gone
+        if self.later:  # these inputs will not exist any more then
             self._inputs = [to_fake_tensor(x, mode) for x in inputs]
             describer = mode.fake_tensor_converter.meta_converter.describer
             describer.lookup_tensor.clear()
@@ -325,7 +329,7 @@ class _Again:
         self._context.fake_mode = mode
 
     def compile(self, compile_graph: Callable[[Any, Any], Any]) -> Any:
-        """Compile it as if dynamo did so now, with a context and a graph that nothing else has."""
+        """Compile the graph as if dynamo did so now, with a context and a graph that nothing else uses."""
         from torch._dynamo.callback import CallbackTrigger, callback_handler
         from torch._dynamo.convert_frame import compile_lock
 
@@ -352,12 +356,12 @@ def _adds_no_guards(graph: Any, inputs: Sequence[Any]) -> bool:
         return False
     try:
         return not any(free_symbols(node.meta.get("example_value")) for node in graph.graph.nodes)
-    except Exception:  # a value of an unknown kind
+    except Exception:  # a node has a value of an unknown kind
         return False
 
 
 def _copy_of(graph: Any) -> Any:
-    """Return a copy of a dynamo graph, with everything that AOTAutograd reads; the two share parameters."""
+    """Return a copy of a dynamo graph, with everything that AOTAutograd reads. The copy shares the parameters."""
     copied = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
     for name, child in graph.named_children():
         if isinstance(child, torch.fx.GraphModule) and name in vars(copied)["_modules"]:
@@ -366,19 +370,19 @@ def _copy_of(graph: Any) -> Any:
         vars(copied).setdefault(name, value)
     copied.meta = dict(graph.meta)
     for node, before in zip(copied.graph.nodes, graph.graph.nodes, strict=True):
-        node.meta.pop("grapharg", None)  # the input itself
+        node.meta.pop("grapharg", None)  # this entry holds the input itself
         if hasattr(before, "_dynamo_source"):
             node._dynamo_source = before._dynamo_source
     return copied
 
 
 def compiled_module(module: nn.Module) -> nn.Module:
-    """The module whose calls `torch.compile` compiles, if it was given this one."""
+    """Return the module that `torch.compile` has wrapped in this one, or the module itself."""
     return cast(nn.Module, getattr(module, "_orig_mod", module))
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that `torch.compile` or DDP has wrapped in this one; None for any other."""
+    """Return the module that `torch.compile` or DDP has wrapped in this one; None if this is not a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return cast(nn.Module, module.module)
     return cast(nn.Module, module._orig_mod) if type(module).__module__.startswith("torch._dynamo") else None
@@ -403,9 +407,9 @@ def is_whole_frame(graph: Any, function: Any) -> bool:
 
 
 def is_left_to_eager_mode(function: Any) -> bool:
-    """Return whether dynamo may run a compiled function (a bound method) without compiling it, and without saying so.
+    """Return whether dynamo may silently run a compiled function (a bound method) without compiling it.
 
-    It does so beyond the limit of recompilations, and where `torch.compiler.set_stance` tells it to.
+    dynamo does so beyond the limit of recompilations, and if `torch.compiler.set_stance` tells it to.
     """
     from torch._dynamo import config, eval_frame
 
@@ -414,7 +418,7 @@ def is_left_to_eager_mode(function: Any) -> bool:
 
 
 def backend_name(backend: Any) -> str:
-    """The name of a backend of `torch.compile`, of which dynamo hands out wrappers."""
+    """Return the name of a backend of `torch.compile`; dynamo wraps the backends that it passes on."""
     from torch._dynamo.eval_frame import innermost_backend
 
     innermost = innermost_backend(backend)
@@ -422,19 +426,20 @@ def backend_name(backend: Any) -> str:
 
 
 def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
-    """Compile a graph as the backend does, except the forward and backward graphs that AOTAutograd makes of it.
+    """Compile a graph as the backend does, except for the forward and backward graphs that AOTAutograd makes of it.
 
-    Each becomes `function_of(phase, graph, inputs, compile_piece)`, where phase
-    is `forward` or `backward`, and `compile_piece(graph, inputs, whole)` compiles it as the
-    backend does, or a part of it; it also returns what results the part has for inputs like these
-    (of the whole graph: nothing). None if the backend is neither `inductor` nor `aot_eager`.
+    Each of these graphs becomes `function_of(phase, graph, inputs, compile_piece)`, where phase is `forward` or
+    `backward`. `compile_piece(graph, inputs, whole)` compiles the graph, or a part of it, as the backend does. For a
+    part, it also returns example results for these inputs; for the whole graph, an empty list. Returns None if the
+    backend is neither `inductor` nor `aot_eager`.
     """
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
     from torch._dynamo.eval_frame import innermost_backend
     from torch._functorch import config
 
     backend = innermost_backend(backend)
-    # What autograd's cache holds was not cut, and a buffer that a whole graph may reuse is read by a later piece.
+    # Graphs in autograd's cache are not cut. A whole graph may reuse a donated buffer, but a later piece still reads
+    # it.
     with config.patch(enable_autograd_cache=False, donated_buffer=False):
         if isinstance(backend, torch._TorchCompileInductorWrapper):
             return _compile_with_inductor(backend.config, graph, inputs, function_of)
@@ -453,7 +458,7 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
 
 
 def _is_cut(backend: Any) -> bool:
-    """Return whether it is a backend for which `compile_graphs` compiles."""
+    """Return whether `compile_graphs` can compile for this backend."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.eval_frame import innermost_backend
 
@@ -481,10 +486,11 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
             with config.patch(patches), V.set_fake_mode(fake_mode), torch._guards.tracing(context):
                 if not whole:
                     chosen = {**options, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
-                    # Convolutions may have changed the layout of what this piece reads. inductor does the same first.
+                    # Convolutions may have changed the layout of this piece's inputs. inductor itself begins with the
+                    # same call.
                     view_to_reshape(piece)
                     results = FakeTensorProp(piece, fake_mode).propagate_dont_convert_inputs(*inputs)
-                    # The next piece is compiled for the strides of these.
+                    # The next piece is compiled for the strides of these results.
                     piece.graph.output_node().meta["user_visible_output_idxs"] = range(len(results))
                 return compile_fx_inner(piece, inputs, **chosen), results
 
@@ -494,7 +500,7 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operator below autograd, also in compiled code; dynamo compiles under it as without it.
+    """A dispatch mode that sees every operator below autograd, also in compiled code, and does not affect compilation.
 
     The documentation of dispatch modes ("Extending PyTorch") gives this private path.
     """
@@ -507,12 +513,12 @@ class DispatchMode(TorchDispatchMode):
 
 
 def without_dispatch_modes() -> Any:
-    """A context in which no dispatch mode of the user sees an operator; without one, it costs nothing."""
+    """Return a context in which the user's dispatch modes see no operator; cheap if none is active."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def scripted_as(function: Any, like: Any) -> None:
-    """Let `torch.jit.script` compile calls of a function as calls of another one, which must live for ever."""
+    """Let `torch.jit.script` compile calls of `function` like calls of `like`; `function` must never be deleted."""
     table: Any = torch.jit._builtins
     operator = table._find_builtin(like)
     if operator is not None:
@@ -520,7 +526,7 @@ def scripted_as(function: Any, like: Any) -> None:
 
 
 def outside_transforms() -> Any:
-    """A context outside all active transforms of `torch.func` and `torch.jit.trace`; without any, it costs nothing."""
+    """Return a context outside all active transforms of `torch.func` and `torch.jit.trace`; cheap if none is active."""
     tracing = torch._C._get_tracing_state()
     transforming = torch._C._functorch.peek_interpreter_stack() is not None
     return _outside_transforms(tracing, transforming) if tracing or transforming else nullcontext()
@@ -539,7 +545,7 @@ def _outside_transforms(tracing: Any, transforming: bool) -> Iterator[None]:
 
 
 def operator_schema(func: Any) -> Any:
-    """The schema of an `OpOverload`; None for a higher-order operator."""
+    """Return the schema of an `OpOverload`; None for a higher-order operator."""
     return getattr(func, "_schema", None)
 
 
@@ -547,12 +553,12 @@ def operator_schema(func: Any) -> Any:
 
 
 def on_backward_end(call: Callable[[], None]) -> None:
-    """Call `call()` when the backward pass that runs now has ended (DDP finalizes its buckets in the same way)."""
+    """Call `call()` when the running backward pass ends (DDP finalizes its buckets in the same way)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class no_gradients:
-    """`torch.no_grad()` at a fraction of its cost; it can be entered once."""
+    """A cheaper `torch.no_grad()`, which can be entered only once."""
 
     __slots__ = ("_before",)
 
@@ -570,25 +576,28 @@ def in_backward_pass() -> bool:
 
 
 def autograd_node_number() -> int:
-    """The number that autograd gives to the next node that this thread creates."""
+    """Return the number that autograd gives to the next node that this thread creates."""
     return int(torch.autograd._get_sequence_nr())
 
 
 def current_node() -> Any:
-    """The node that the backward pass runs now on this thread; None outside one."""
+    """Return the node that the backward pass on this thread is running; None outside a backward pass."""
     return torch._C._current_autograd_node()
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the backward pass that runs now will add to the gradient of this leaf, or has done so."""
+    """Return whether the running backward pass will add to the gradient of this leaf, or has done so."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it is `torch.autograd.grad`, which adds to none
+    except RuntimeError:  # the pass belongs to `torch.autograd.grad`, which adds to no gradient
         return False
 
 
 def current_node_number() -> int | None:
-    """The number of the node that the backward pass runs now; None outside one. 2**63 and more: AccumulateGrad."""
+    """Return the number of the node that the backward pass on this thread is running; None outside a backward pass.
+
+    AccumulateGrad nodes have numbers from 2**63 on.
+    """
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
@@ -596,7 +605,7 @@ def current_node_number() -> int | None:
 # ---- tensors and modules ----------------------------------------------------------------
 
 
-#: Where the transforms of `torch.func` take in tensors: names in modules.
+#: The functions through which the transforms of `torch.func` take in tensors: names, by module.
 TRANSFORMS: dict[Any, tuple[str, ...]] = {
     eager_transforms: ("_wrap_tensor_for_grad",),
     vmap: ("_add_batch_dim",),
@@ -612,7 +621,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def drop_accumulator(parameter: nn.Parameter) -> None:
-    """Let autograd forget the node that accumulates a parameter's gradient, with its hooks, as a cast does."""
+    """Make autograd forget a parameter's AccumulateGrad node and the node's hooks, as a cast of the parameter does."""
     data, other = parameter.data, torch.float64 if parameter.dtype is not torch.float64 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
@@ -629,7 +638,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors, of the same shapes, in one call; torch's optimizers are made of such calls."""
+    """Copy many tensors to targets of the same shapes in one call; torch's optimizers use such calls."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -639,16 +648,16 @@ def multiply_all(tensors: list[Tensor], factor: float) -> None:
 
 
 def memory_uses(tensor: Tensor) -> int:
-    """Return how many tensors and storages share the tensor's memory, including one made for asking."""
+    """Return how many tensors and storages share the tensor's memory, including one that this call makes."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
-    """The owners of a tensor's C++ object, the users of its memory, whether these may be other processes, and whether
-    torch owns the memory.
+    """Return (owners, users, shared, owned), which show whether anything else holds a tensor or its memory.
 
-    Owners are Python's object, autograd, scripted modules, and views of it.
-    (Other processes are asked for on the CPU only: on a GPU, torch says yes of every tensor.)
+    `owners` of the C++ object are the Python object, autograd, scripted modules, and views of the tensor. `users`
+    counts the users of its memory, `shared` says whether other processes may use the memory, and `owned` whether torch
+    owns it. (`shared` is only checked on the CPU; on a GPU, torch says that every tensor is shared.)
     """
     storage = tensor.untyped_storage()
     users, shared = torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()
@@ -656,12 +665,12 @@ def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
 
 
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
-    """A tensor of a subclass that has a shape and no storage ("Extending PyTorch" makes wrappers in this way)."""
+    """Return a tensor of a subclass that has a shape but no storage, like a wrapper in "Extending PyTorch"."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
-    """A module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), without its children's."""
+    """Return a module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not its submodules'."""
     return [getattr(module, f"_{kind}") for kind in kinds]
 
 
@@ -679,7 +688,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run around the optimizer's `step()`: its own, or hooks of all optimizers."""
+    """Return whether hooks run around the optimizer's `step()`: the optimizer's own, or hooks of all optimizers."""
     tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # not all classes call Optimizer.__init__
     own = any(getattr(optimizer, table, None) for table in tables)
     after = any(not _only_observes(hook) for hook in _global_optimizer_post_hooks.values())
@@ -692,45 +701,48 @@ def _only_observes(hook: Any) -> bool:
 
 
 def observe_step(optimizer: Optimizer) -> None:
-    """Let `legato watch` count a step that torch runs no hooks around."""
+    """Let `legato watch` count a step for which torch runs no hooks."""
     if not has_step_hooks(optimizer):
         for hook in _global_optimizer_post_hooks.values():
             hook(optimizer, (), {})
 
 
 def begins_with_step(optimizer: Any) -> bool:
-    """Return whether a parameter's first step makes its state, which counts steps, as in torch (except Adagrad)."""
+    """Return whether the optimizer makes a parameter's state, with a step counter, in the parameter's first step.
+
+    torch's optimizers do so, except Adagrad.
+    """
     return hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.Adagrad)
 
 
 def begin_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """Let an optimizer of `begins_with_step` make that state of a group's parameters with gradients, without a step."""
+    """Let an optimizer of `begins_with_step` make the state of a group's parameters, without a step."""
     names = list(inspect.signature(optimizer._init_group).parameters)
     optimizer._init_group(group, *([] for _ in names[1:]))
 
 
 def without_step_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of an optimizer (`vars()`), with no hooks on its step."""
+    """Return the attributes of an optimizer (`vars()`), without the hooks on its step."""
     return {**attributes, "_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
 def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """The `step` of an optimizer's class without the wrapper with which torch runs hooks and profiles."""
+    """Return the `step` of an optimizer's class without torch's wrapper, which runs hooks and profiles."""
     step: Any = base.step
     return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
-#: The code of every `step` of torch's: all of them are wrapped in the same function, which runs hooks.
+#: The code object of every `step` in torch: all of them are wrapped in the same function, which runs hooks.
 _HOOKED: Any = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def is_replaced(base: type[Optimizer]) -> bool:
-    """Return whether the program has put something else in place of the `step` of an optimizer's class."""
+    """Return whether the program has replaced the `step` of an optimizer's class."""
     return getattr(base.step, "__code__", None) is not _HOOKED
 
 
 def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]:
-    """A function that steps, with the hooks of the optimizer around it."""
+    """Return a function that runs `step` with the optimizer's hooks around it."""
     return cast("Callable[[Optimizer], Any]", Optimizer.profile_hook_step(step))
 
 
@@ -742,7 +754,7 @@ class SubstituteScaler(torch.amp.GradScaler):
         return optimizer
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-        """Called with the numbers that are not 0 where a gradient is infinite or NaN, which may be changed."""
+        """Handle `found_inf`: its numbers are nonzero if a gradient is infinite or NaN, and may be changed here."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         found = super()._unscale_grads_(self.substitutes(optimizer), inv_scale, found_inf, allow_fp16)
@@ -751,12 +763,12 @@ class SubstituteScaler(torch.amp.GradScaler):
 
 
 def counts_steps(step: Any) -> bool:
-    """Return whether a learning-rate scheduler has put this in place of an optimizer's `step`, to count its calls."""
+    """Return whether a learning-rate scheduler has replaced an optimizer's `step` by this one, to count its calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def count_steps(step: Any) -> None:
-    """Let a `step` that calls `note_step` pass for one of a learning-rate scheduler's."""
+    """Mark a `step` that calls `note_step` as one that counts its calls for learning-rate schedulers."""
     vars(step)["_wrapped_by_lr_sched"] = True
 
 
@@ -766,10 +778,10 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
-    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by its `new` class's.
+    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by the `step` of class `new`.
 
-    A scheduler stores a bound method in the optimizer, to count its calls.
-    Without one, nothing is changed.
+    A scheduler stores a bound method in the optimizer, to count its calls. If the optimizer has no such method, nothing
+    changes.
     """
     bound = vars(optimizer).get("step")
     if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
@@ -788,7 +800,7 @@ def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
 
 
 def own_feature(ddp: Any) -> str:
-    """Something that a DDP was told to do and that only its own passes do; empty if there is nothing.
+    """Return a feature that this DDP uses and that only DDP's own passes support; empty if there is none.
 
     (A communication hook that is built into torch shows only in DDP's reducer: `has_builtin_hook`.)
     """
@@ -810,12 +822,12 @@ def is_joining(ddp: Any) -> bool:
     return bool(ddp._join_config.enable)
 
 
-#: What `join()` asks of DDP's logger when it begins, on all ranks.
+#: The attribute of DDP's logger that `join()` reads when it begins, on all ranks.
 JOIN_BEGINS = "_set_uneven_input_join"
 
 
 def has_builtin_hook(ddp: Any) -> bool:
-    """Return whether DDP's reducer has a communication hook, also one that is built into torch."""
+    """Return whether DDP's reducer has a communication hook, even if the hook is built into torch."""
     return ddp.logger is not None and bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
@@ -825,16 +837,17 @@ def steps_in_backward(parameter: nn.Parameter) -> bool:
 
 
 def ignored_parameters(module: nn.Module) -> Any:
-    """The names of the parameters and buffers that DDP was told to ignore."""
+    """Return the names of the parameters and buffers that DDP was told to ignore."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 class IdleReducer:
-    """Puts the reducer of a DDP away, with its buckets and its hooks, while the DDP's passes are not its own.
+    """Puts a DDP's reducer away, with its buckets and its hooks, while DDP does not run the passes.
 
-    What takes its place brings it back as soon as anything else than a forward pass asks something of it, or of
-    the DDP's logger, and calls `asked(name)` before. A framework that prepares it for a backward pass calls
-    `prepare()` instead. Buckets are made in a context `moving()`.
+    Then a stand-in takes the reducer's place. The stand-in brings the reducer back as soon as anything except a forward
+    pass reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a framework
+    prepares the reducer for a backward pass, the stand-in calls `prepare()` instead. Buckets are made in a context
+    `moving()`.
     """
 
     def __init__(
@@ -848,7 +861,7 @@ class IdleReducer:
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
         self._becomes_static = False
-        self._unsettled = 0  # passes after which a reducer that has come back may rebuild its buckets
+        self._unsettled = 0  # the number of passes after which a reducer that came back may rebuild its buckets
 
     @property
     def is_away(self) -> bool:
@@ -860,17 +873,17 @@ class IdleReducer:
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
-        """Note what is still to come of a reducer that `former` has brought back."""
+        """Copy from `former` whether a reducer that it has brought back may still rebuild its buckets."""
         if former._ddp is self._ddp:
             self._unsettled = former._unsettled
 
     def put_away(self) -> None:
-        """Free the reducer. Raises DDP's error if a backward pass of DDP's has not finished."""
+        """Free the reducer. Raises DDP's own error if one of DDP's backward passes has not finished."""
         self._ddp._check_reducer_finalized()
         self._ddp.reducer = _Away(self._come_back, self._prepare, lambda: self._ddp.reducer)
         self._ddp.logger = _Away(self._come_back, self._prepare, lambda: self._ddp.logger)
         self._becomes_static = False
-        if self._ddp.static_graph:  # else backward passes would ask for it
+        if self._ddp.static_graph:  # otherwise backward passes would ask for the reducer
             self._ddp._static_graph_delay_allreduce_enqueued = True
 
     def bring_back(self) -> None:
@@ -888,25 +901,29 @@ class IdleReducer:
         self._unsettled = 2 if ddp.static_graph else 1
 
     def forward_begins(self) -> None:
-        """Call this before a forward pass of DDP's that prepares its reducer: only now may the graph be static, as
-        backward passes under `no_sync()` before would count as parts of the first one.
+        """Make the graph static, if it is to be; call this before a forward pass in which DDP prepares its reducer.
+
+        If the graph were static earlier, backward passes under `no_sync()` would count as parts of the first pass.
         """
         if self._becomes_static:
-            self._becomes_static = self._ddp.static_graph = False  # else it would not be set
+            self._becomes_static = self._ddp.static_graph = False  # otherwise `_set_static_graph` would do nothing
             self._ddp._set_static_graph()
 
     def rebuild(self) -> None:
-        """Call this after each backward pass of DDP's, on all ranks: after the first one (of a static graph, the second
-        one), a reducer that has come back rebuilds its buckets, as it would in a forward pass, which one rank may run
-        alone.
+        """Let a reducer that came back rebuild its buckets; call this on all ranks after each of DDP's backward passes.
+
+        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would rebuild them
+        in its next forward pass, which one rank may run alone.
         """
         if self.rebuilds:
             self._unsettled -= 1
             self.rebuild_now()
 
     def rebuild_now(self) -> None:
-        """Let DDP rebuild its buckets if its next forward pass would. Call this on all ranks, before they do something
-        together: one of them may be in that pass, alone, where it waits for the others to do the same.
+        """Let DDP rebuild its buckets if its next forward pass would do so.
+
+        Call this on all ranks before they do anything together. A rank may already be in that forward pass, alone,
+        where it waits for the other ranks to rebuild.
         """
         if not self.is_away:
             with self._moving():
@@ -919,7 +936,7 @@ class IdleReducer:
 
 
 class _Away:
-    """Stands in for the reducer or the logger of an idle DDP."""
+    """A stand-in for the reducer or the logger of an idle DDP."""
 
     def __init__(self, back: Callable[[str], None], prepare: Callable[[], None], real: Callable[[], Any]) -> None:
         self._back, self._prepare, self._real = back, prepare, real
@@ -931,19 +948,19 @@ class _Away:
         return getattr(self._real(), name)
 
     def _rebuild_buckets(self) -> bool:
-        """Answer a forward pass that asks whether the buckets have changed."""
+        """Tell a forward pass that the buckets have not changed."""
         return False
 
     def prepare_for_backward(self, _: Any) -> None:
-        """A framework tells that a backward pass will come."""
+        """Note that a framework has announced a backward pass."""
         self._prepare()
 
 
 class SilentForward:
-    """Lets forward passes of a DDP not prepare its reducer, so that it sends nothing in their backward passes.
+    """Keeps forward passes of a DDP from preparing its reducer, so that DDP sends nothing in their backward passes.
 
-    Call `begin()` before a pass and `end()` after it. The module itself, and what it calls, see DDP's settings as they
-    are; `module_begins()` is called before it, and `module_ends(completed)` after it.
+    Call `begin()` before a pass and `end()` after it. The module itself, and everything that it calls, see DDP's
+    unchanged settings. `module_begins()` is called before the module, and `module_ends(completed)` after it.
     """
 
     def __init__(self, ddp: Any, module_begins: Callable[[], None], module_ends: Callable[[bool], None]) -> None:
@@ -965,7 +982,7 @@ class SilentForward:
         self._run = run
 
     def begin(self) -> None:
-        """Let the forward pass that follows prepare nothing."""
+        """Keep the next forward pass from preparing the reducer."""
         self._completed = False
         self._sends, self._ddp.require_backward_grad_sync = self._ddp.require_backward_grad_sync, False
         vars(self._ddp)["_run_ddp_forward"] = self._run
@@ -983,7 +1000,7 @@ class SilentForward:
 
 
 def on_profilers(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """From now on call `begins()` before any profiler of torch is prepared or enabled, and `ends()` after it."""
+    """From now on, call `begins()` before a torch profiler is prepared or enabled, and `ends()` after it ends."""
 
     def told(name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         call = getattr(torch.autograd.profiler, name)
@@ -1008,7 +1025,8 @@ def on_profilers(begins: Callable[[], None], ends: Callable[[], None]) -> None:
 # ---- process groups ---------------------------------------------------------------------
 
 
-#: A part of a store, for keys with a prefix. It is public, but `torch.distributed` does not export it explicitly.
+#: The part of a store that has keys with a prefix. The class is public, but `torch.distributed` does not export it
+#: explicitly.
 PrefixStore: Any = dist.PrefixStore
 
 
@@ -1018,17 +1036,20 @@ def default_store() -> Any:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """Return the time after which a collective of the group on such tensors fails."""
+    """Return the time after which one of the group's collectives on tensors of this device fails."""
     return cast(timedelta, group._get_backend(device).options._timeout)
 
 
 def group_is_alive(group: Any) -> bool:
-    """Return whether the group was not destroyed yet."""
+    """Return whether the group has not been destroyed yet."""
     return group in _world.pg_map
 
 
 def new_gloo(store: Any, rank: int, ranks: int, timeout: timedelta, interfaces: list[str]) -> Any:
-    """A gloo backend with one thread, outside any process group, on these network interfaces (none: the default)."""
+    """Return a gloo backend with one thread, outside any process group.
+
+    The backend uses the network interfaces in `interfaces`, or the default interface if there are none.
+    """
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()
     options._threads = 1

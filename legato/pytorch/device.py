@@ -1,4 +1,4 @@
-"""Devices: their streams, clocks and random numbers, in the same words for a CPU and for any accelerator of torch."""
+"""Devices: one interface to the streams, clocks and random number generators of the CPU and of torch's accelerators."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which kernels of this device are queued now; None for a CPU, which has none."""
+    """Return the stream to which new kernels of this device are added; None for a CPU, which has no streams."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 class Fetched:
-    """A tensor that is being copied to the host, without waiting for the device."""
+    """A tensor that is being copied to the host. The host waits only when it reads the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._stream = current_stream(tensor.device)
@@ -41,14 +41,14 @@ class Fetched:
 
     @staticmethod
     def values(fetched: Sequence[Fetched]) -> list[torch.Tensor]:
-        """The tensors on the host, in this order; waits once for each stream that copies some."""
+        """Return the tensors on the host, in the order given; waits once for each stream that copies some of them."""
         for event in {each._stream: each._copied for each in fetched if each._stream is not None}.values():
             event.synchronize()
         return [each._host for each in fetched]
 
 
 def group_device(group: Any) -> torch.device:
-    """The device of the tensors that a process group's collectives take: gloo's are on the CPU."""
+    """Return the device of the tensors that a process group's collectives take. For gloo, this is the CPU."""
     accelerator = None if group.name() == "gloo" else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -56,12 +56,12 @@ def group_device(group: Any) -> torch.device:
 
 
 def is_capturing() -> bool:
-    """Return whether kernels are recorded into a graph now, so that nothing else may be asked of the device."""
+    """Return whether a CUDA graph is being captured; during a capture, the host must not use the device otherwise."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def restorers_of_random_states() -> list[Callable[[], object]]:
-    """Functions that give the accelerators' random number generators the states that they have now."""
+    """Return functions that reset the accelerators' random number generators to their present states."""
     if not torch.accelerator.is_available():
         return []
     module = torch.get_device_module()
@@ -74,7 +74,7 @@ def restorers_of_random_states() -> list[Callable[[], object]]:
 
 
 class HostClock:
-    """Times ops that have run when their call returns, as on the CPU."""
+    """A clock for ops that have finished when their call returns, as on the CPU."""
 
     def now(self) -> Any:
         """Return a mark: the current time."""
@@ -86,7 +86,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times ops that are only queued when their call returns: marks are events in the device's current stream."""
+    """A clock for ops that are only queued when their call returns.
+
+    The clock's marks are events in the device's current stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,7 +108,7 @@ class DeviceClock:
 
 
 def can_time(device: torch.device) -> bool:
-    """Return whether a device computes: it is a CPU or an accelerator that is here, and not `meta`."""
+    """Return whether ops on a device can be timed: it is a CPU or an available accelerator, and not `meta`."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return device.type == "cpu" or (accelerator is not None and device.type == accelerator.type)
 

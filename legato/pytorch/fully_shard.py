@@ -1,4 +1,4 @@
-"""Wraps a model by torch's own `fully_shard` (FSDP2), as a plan says."""
+"""Wraps a model with torch's own `fully_shard` (FSDP2) as a plan says."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
     """Shard a model in place, as the lines of `wrapping.as_code()` do, and return it.
 
-    Training is then torch's own FSDP2: make the optimizer afterwards. If the plan accumulates micro-batches, the
-    training loop sets what the end of `as_code()` shows.
+    Training is then torch's own FSDP2. Make the optimizer afterwards. If the plan accumulates micro-batches, the
+    training loop must set what the end of `as_code()` shows.
 
-    The last module of each group must reach the loss: if the gradient never comes back to its output, the backward pass
-    of the group fails. `legato capture` records this; it cannot be seen here.
+    The last module of each group must reach the loss: if the output of that module gets no gradient, the backward pass
+    of the group fails. `legato capture` records whether it does; `fully_shard` cannot check it.
 
     Args:
         model: a `torch.nn.Module` that is not sharded yet.
@@ -37,7 +37,7 @@ def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
 
     Raises:
         PlanError: the plan does not fit the model or the ranks. Nothing has been wrapped.
-        InputError: there is no process group, only one rank, or torch lacks what the plan needs.
+        InputError: there is no process group, there is only one rank, or torch lacks what the plan needs.
     """
     groups = _modules(model, wrapping)
     _check_torch(wrapping)
@@ -64,7 +64,7 @@ def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
 
 
 def _modules(model: nn.Module, wrapping: Wrapping) -> list[list[nn.Module]]:
-    """The modules of each group. Raises `PlanError` on those that cannot be wrapped."""
+    """Return the modules of each group. Raises `PlanError` if one of them cannot be wrapped."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError("the model is sharded already (expected one that fully_shard has not wrapped)")
     groups = [[_module(model, path, wrapping) for path in group.modules] for group in wrapping.groups]
@@ -91,7 +91,7 @@ def _module(model: nn.Module, path: str, wrapping: Wrapping) -> nn.Module:
 
 
 def _check_ties(model: nn.Module, group_of: dict[int, int]) -> None:
-    """Raises `PlanError` on a parameter that two groups share, where the root is a group as well."""
+    """Raise `PlanError` if two groups share a parameter; modules outside all groups count as a group."""
     found: dict[int, tuple[int, str]] = {}
     for path, module in model.named_modules():
         k = group_of.get(id(module), -1)
@@ -108,7 +108,10 @@ def _check_torch(wrapping: Wrapping) -> None:
 
 
 def _mesh(wrapping: Wrapping, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh to give to torch; None stands for its own choice. Raises an error if the plan does not fit the ranks."""
+    """Return the mesh to give to torch, or None to let torch choose.
+
+    Raises an error if the plan does not fit the ranks.
+    """
     if not dist.is_initialized():
         raise InputError("no process group (expected torch.distributed.init_process_group before fully_shard)")
     ranks, replicas = dist.get_world_size() if mesh is None else mesh.size(), wrapping.replicas

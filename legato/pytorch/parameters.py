@@ -1,14 +1,13 @@
-"""The parameters of a model whose gradients are averaged, their names, and how changes of the model are detected.
+"""Names the parameters of a model whose gradients are averaged, and detects changes of the model.
 
-[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a
-`DistributedDataParallel`: the modules that do this are left out of names. So plans, workloads
-and checkpoints of all of these fit each other. `named_parameters` makes all names.
+[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`. Such
+wrappers do not appear in names. So a plan, a workload or a checkpoint of one form of the model fits all others.
+`named_parameters` makes all names.
 
-[Note: fingerprint] A model may have other parameters for a while
-(`torch.func.functional_call`), or from some moment on; a parameter that is cast or
-moved loses its hooks, also if it comes back (pytorch#104336). DDP does with all of these what it does, so passes
-are DDP's from then on. Before each forward pass the dictionaries of all modules
-and all parameters are compared, which takes some tens of microseconds.
+[Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
+parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). From the first
+such change on, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all parameters and
+the dictionaries of all modules are compared with their first state. The comparison takes some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ __all__ = ["ModuleFingerprint", "named_modules", "named_parameters", "sparse_par
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model and the modules in it by the names that they have without wrappers; "" is the model.
+    """Return a model and its submodules by the names that they have without wrappers; the model's own name is "".
 
-    A wrapper (`torch.compile`, `DistributedDataParallel`) has the name of what it wraps, and is left out.
+    A wrapper (`torch.compile`, `DistributedDataParallel`) is left out: its name belongs to the module that it wraps.
     """
     return dict(_without_wrappers(model).values())
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model by the names that they have without wrappers; a shared one appears once."""
+    """Return a model's parameters by the names that they have without wrappers; a shared parameter appears once."""
     return {name: p for _, name, p in _named(model)}
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Torch's name of each parameter, its name without wrappers, and the parameter."""
+    """Yield torch's name of each parameter, its name without wrappers, and the parameter."""
     modules = _without_wrappers(model)
     for full, p in model.named_parameters():
         parent = full.rpartition(".")[0]
@@ -56,7 +55,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """The name without wrappers of each module, and the module, by torch's name for it."""
+    """Return, by torch's name of each module, the module's name without wrappers and the module."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for full, module in model.named_modules():
         parent, _, leaf = full.rpartition(".")
@@ -71,10 +70,9 @@ def _joined(path: str, name: str) -> str:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters with dense gradients, by name; a shared one appears once.
+    """Return the parameters with dense gradients, by name; a shared parameter appears once.
 
-    Without those that are empty, those that DDP was told to ignore, and those
-    of `sparse_parameters`.
+    Empty parameters, parameters that DDP was told to ignore, and those that `sparse_parameters` returns are left out.
     """
     sparse, ignored = sparse_parameters(module), ignored_parameters(module)
     return {
@@ -87,7 +85,7 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of embeddings that were made with `sparse=True`, by name.
 
-    Without those that other modules share: their gradients are dense.
+    Weights that other modules share are left out, because their gradients are dense.
     """
     weights: set[int] = set()
     others: set[int] = set()
@@ -121,7 +119,7 @@ class ModuleFingerprint:
         self._compiled = any(map(is_compiled, self._modules))
 
     def difference(self) -> str:
-        """Describe what has changed since (a parameter cast, moved, added or replaced), or return nothing."""
+        """Describe what has changed since creation (a parameter was cast, moved, added or replaced), or return ""."""
         with without_overrides():
             for name, p, dtype, device in self._kinds:
                 moved = p.data_ptr() != self._memory[name]
@@ -136,11 +134,11 @@ class ModuleFingerprint:
         return "the model has more modules or parameters now" if any(self._empty) else ""
 
     def accumulates(self) -> bool:
-        """Return whether the backward pass that runs now adds to the gradient of a parameter."""
+        """Return whether the running backward pass adds to the gradient of any parameter."""
         return any(map(will_run, self._accumulators.values()))
 
     def without_hooks(self) -> list[nn.Parameter]:
-        """The parameters that have lost the hooks of DDP, which were registered before."""
+        """Return the parameters that have lost the hooks that DDP had registered on them."""
         return [p for name, p, _, _ in self._kinds if self._has_lost_hooks(name, p)]
 
     def _has_lost_hooks(self, name: str, parameter: nn.Parameter) -> bool:

@@ -35,19 +35,19 @@ __all__ = [
     "scheduler_names",
 ]
 
-#: A function from a workload and a cluster, and options of its own, to a plan.
+#: A function that makes a plan from a workload, a cluster and its own options.
 Scheduler = Callable[..., Plan]
-#: The entry points of installed packages that are schedulers.
+#: The entry point group in which installed packages register their schedulers.
 GROUP = "legato.schedulers"
 
-#: The work, and the most seconds, that the choice of messages to be rounded takes for a published scheduler.
+#: The work and the most seconds for choosing which messages of a published scheduler's plan to round.
 _ROUNDING, _ROUNDING_LIMIT_S = 1.0, 20.0
 #: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Scheduler] = PUBLISHED | {"legato": legato}
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of all schedulers, for type checkers; each scheduler documents the ones that it takes."""
+    """The options of all schedulers, for type checkers; each scheduler documents the options that it accepts."""
 
     batching: bool
     bucket_bytes: int | None
@@ -78,14 +78,14 @@ class PlanOptions(TypedDict, total=False):
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:
-    """The names of the schedulers for a cluster: those for parameter servers if it has servers."""
+    """Return the names of the schedulers for a cluster, which are others if the cluster has parameter servers."""
     return list(SERVER_SCHEDULERS) if cluster.servers else [*SCHEDULERS, *installed(GROUP)]
 
 
 def scheduler_named(name: str | Scheduler) -> Scheduler:
-    """The scheduler of this name: one of legato's, or of an installed package; a function is one itself.
+    """Return the scheduler with this name, from legato or an installed package; a function is returned as it is.
 
-    Raises `InputError`, with the nearest names, on an unknown one.
+    Raises `InputError`, which lists the nearest names, if no scheduler has this name.
     """
     if not isinstance(name, str):
         return name
@@ -98,7 +98,7 @@ def scheduler_named(name: str | Scheduler) -> Scheduler:
 
 
 def label(scheduler: str | Scheduler) -> str:
-    """The name of a scheduler in tables: its own, or the function's."""
+    """Return the name to show for a scheduler in tables; for a function, this is the function's name."""
     return scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", type(scheduler).__name__)
 
 
@@ -111,18 +111,17 @@ def schedule(
     wire: Rounding = "none",
     **options: Any,
 ) -> Plan:
-    """Plan with a scheduler, by its name or as a function; `options` are passed to it.
+    """Plan with a scheduler, given by its name or as a function, and pass `options` to it.
 
-    With `shard`, the plan shards the optimizer or also the gradients: `legato` searches for
-    such a plan, and plans of other schedulers are turned into such ones (`sharded`).
-    With `wire`, gradients travel in bf16 or fp16: with `"bf16"` the fewest bytes that make
-    the iteration as fast as possible (`rounded`), with `"all-bf16"` all of them.
-    Where computation and messages share a machine (`Cluster.contention`), another
-    scheduler plans with what messages cost during computation; `legato` knows more.
-    Raises `InputError`, with the nearest names, on a scheduler or an option that does
-    not exist, on shards where the collective has no halves, on a `wire` with shards,
-    parameter servers or gradients that are not float32,
-    and whatever the scheduler itself raises; and `PlanError` on a plan of another one that does not fit the workload.
+    With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for sharded
+    plans; the plan of any other scheduler is converted to a sharded one (`sharded`). With `wire`, gradients are sent in
+    bf16 or fp16. `"bf16"` rounds only as many bytes as it takes to make the iteration as fast as possible (`rounded`),
+    and `"all-bf16"` rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published
+    schedulers plan with the cost of messages during computation; `legato` also uses their cost without computation.
+    Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard`
+    needs halves that the collective does not have, or if `wire` is combined with shards, parameter servers or gradients
+    that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the scheduler
+    itself are passed on.
     """
     name, function = label(scheduler), scheduler_named(scheduler)
     check_shard(shard)
@@ -147,7 +146,7 @@ def schedule(
 
 
 def _planned(function: Scheduler, name: str, workload: Workload, cluster: Cluster, **options: Any) -> Plan:
-    """The plan of a function that may be anyone's."""
+    """Return a scheduler's plan after checking it, since the scheduler may come from another package."""
     plan = function(workload, cluster, **options)
     if not isinstance(plan, Plan):
         raise InputError(f"{name}: returned {with_article(type(plan).__name__)} (expected a legato.Plan)")

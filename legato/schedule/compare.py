@@ -1,4 +1,4 @@
-"""Compares schedulers side by side on one workload, and chooses the best plan."""
+"""Compare schedulers side by side on one workload, and choose the best plan."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ __all__ = [
     "stock_buckets",
 ]
 
-#: Predictions that differ by no more than this fraction count as equal: none is more exact.
+#: Predictions that differ by at most this fraction count as equal, because predictions are no more exact than that.
 SAME = 0.005
-#: The largest bucket to recommend for stock DDP, which keeps a copy of all of them in memory. A larger tensor has one.
+#: The largest bucket to recommend for stock DDP, which keeps a copy of every bucket in memory. A larger tensor still
+#: needs a bucket of its own size.
 MOST_BUCKET_BYTES = 2**30
 
 
 class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    `bound` holds for all plans of the same `kind`: in the captured order of ops or in any
-    order, with all-reduces only or also with their halves, with the same shard, with
-    messages in wire formats or without. `runnable` says
-    whether the PyTorch runtime carries the plan out as predicted (`is_runnable`);
-    plans for parameter servers are carried out by theirs.
+    `bound` holds for all plans of the same `kind`. The kind says whether ops keep the captured order, whether only
+    all-reduces or also their halves are sent, what is sharded, and whether messages may be in a wire format. `runnable`
+    says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). It is always true for legato's
+    schedulers for parameter servers.
     """
 
     plan: Plan
@@ -74,13 +74,13 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of an iteration in which a worker computes, and in which it waits."""
+        """For how many seconds of an iteration a worker computes, and for how many it waits."""
         computing_s = self.timeline.computation_s
         return {"computing": computing_s, "waiting": max(0.0, self.iteration_s - computing_s)}
 
     @property
     def columns(self) -> dict[str, Any]:
-        """One row of `legato plan --json`; where messages may be rounded, with the fraction of bytes that are."""
+        """One row of `legato plan --json`; if messages may be rounded, it has the fraction of bytes that are."""
         rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
         return {
             "scheduler": self.plan.scheduler,
@@ -109,18 +109,17 @@ def compare(  # noqa: PLR0913
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, InputError], object] | None = None,
 ) -> Results[Candidate]:
-    """Plan with each scheduler, a name or a function, and predict each plan; a plan takes part as it is.
+    """Plan with each contestant and predict each plan: by default, with all schedulers that fit the cluster.
 
-    By default these are all schedulers that fit the cluster.
+    A contestant is the name of a scheduler, a function, or a plan, which is used as it is.
 
-    No message with more than one tensor has more than `max_message_bytes`; schedulers that
-    partition keep every message within it. With `shard`, all plans shard the optimizer, or
-    also the gradients. With `wire`, gradients may travel in a wire format (`schedule`).
-    Calls `progress(done, total)` after each one. Where nobody is named, a scheduler
-    for which the workload is too large, that needs halves where the collective has none, or whose package is broken,
-    is left out, and `left_out(name, error)` is called.
-    Raises `InputError` as `schedule` does, or on a limit of messages, shards or a wire format for
-    parameter servers, and `TooLargeError` on more ops than bounds can have.
+    A message with several tensors never has more than `max_message_bytes`; schedulers that partition tensors keep every
+    message within this limit. With `shard`, all plans shard the optimizer, or also the gradients. With `wire`,
+    gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after each contestant. If no
+    contestants are given, a scheduler is left out if the workload is too large for it, if it needs halves that the
+    collective does not have, or if its package is broken. `left_out(name, error)` is then called. Raises `InputError`
+    as `schedule` does, or if a message limit, shards or a wire format are given for parameter servers. Raises
+    `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
     if cluster.servers:
@@ -171,9 +170,8 @@ def check_bounds(
 ) -> None:
     """Prove the bounds of candidates again, from their certificates, in exact arithmetic.
 
-    The arguments are those given to `compare`. Calls `progress(done, total)` after
-    each bound. Raises `InputError` when a certificate proves less than its bound
-    claims.
+    Pass the same arguments as to `compare`. Calls `progress(done, total)` after each bound. Raises `InputError` if a
+    certificate proves less than its bound claims.
     """
     bounds = {candidate.kind: candidate.bound for candidate in candidates}
     for i, (kind, bound) in enumerate(bounds.items()):
@@ -183,12 +181,12 @@ def check_bounds(
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """DDP's own plan if it is within half a per cent of the fastest, else the plan with the fewest messages that is.
+    """Return the simplest of the plans that are within half a per cent of the fastest one.
 
-    Of plans that round different fractions of the bytes, only those count that round least,
-    to within half a per cent. The model leaves out what a message costs the host. In a tie
-    `single` has the fewest messages, but loses most where the network is slower than
-    predicted, so DDP's plan comes before it. If any candidates are runnable, only those count.
+    This is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the model leaves
+    out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but loses most
+    if the network is slower than predicted. Fast plans that round over half a per cent more of the bytes than the least
+    are not considered. If any candidates are runnable, only runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -199,11 +197,11 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidate]:
-    """DDP's own plan and those with which to compare it in training: the simplest first, no two the same.
+    """Return DDP's own plan and different plans to compare with it in training, the simplest plan first.
 
-    Besides DDP's plan these are at most `most` runnable ones, the fastest by prediction,
-    but among them the fastest with forward overlap and the fastest without: what a
-    prediction leaves out is likely to hit all plans of one kind.
+    Besides DDP's plan, these are up to `most` runnable plans with the shortest predicted iterations. They include the
+    fastest plan with forward overlap and the fastest without, because an error of the prediction is likely to affect
+    all plans of one kind.
     """
     different: dict[Any, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.plan.carrier != "ddp", c.iteration_s)):
@@ -218,7 +216,7 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
 
 
 class Contest(msgspec.Struct, frozen=True):
-    """Return what to plan for a tournament; with `overlap`, also plans with forward overlap."""
+    """The input of the planning for a tournament; with `overlap`, plans may have forward overlap."""
 
     workload: Workload
     cluster: Cluster
@@ -228,9 +226,9 @@ class Contest(msgspec.Struct, frozen=True):
 
 
 def hold_contest() -> None:
-    """Read a `Contest` from standard input, and print its contestants, a plan a line: `legato.auto` runs this.
+    """Read a `Contest` from standard input, and print its contestants, one plan per line; `legato.auto` runs this.
 
-    An error is one line on standard error, and exit status 1.
+    On an error, print one line to standard error and exit with status 1.
     """
     try:
         contest = msgspec.json.decode(sys.stdin.buffer.read(), type=Contest)
@@ -253,10 +251,10 @@ def stock_buckets(
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
 ) -> tuple[Plan, float]:
-    """The plan of merge-optimal for buckets of stock DDP, and its predicted seconds.
+    """Return a plan of merge-optimal that stock DDP can use as its buckets, and the predicted seconds.
 
-    It is planned again with a limit of `MOST_BUCKET_BYTES` where a message has more. The other arguments are those
-    given to `compare`.
+    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, plans again with this limit. All other arguments are the same
+    as for `compare`.
     """
     if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
         return merged.plan, merged.iteration_s
@@ -265,8 +263,8 @@ def stock_buckets(
 
 
 def better_buckets(ddp_s: float, merged_s: float, merged: Plan) -> list[float]:
-    """The `bucket_cap_mb_list` of a plan of merged tensors, or [] if DDP's default buckets are predicted to be as fast.
+    """Return the `bucket_cap_mb_list` of a plan of merged tensors, or [] if DDP's default buckets should be as fast.
 
-    `ddp_s` and `merged_s` are the predicted seconds per iteration under DDP's default buckets and under the plan.
+    `ddp_s` and `merged_s` are the predicted seconds per iteration with DDP's default buckets and with the plan.
     """
     return bucket_caps(merged) if ddp_s > merged_s * (1 + SAME) else []

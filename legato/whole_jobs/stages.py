@@ -16,7 +16,9 @@ from legato.zoo.language.work import Beside, Exchange, Work
 __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
 
 #: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
-#: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale.
+#: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale. FSDP2 does none of the
+#: latter: it frees gradients, and a step in bfloat16 needs no scale (measured on an H100: 12 to 18 ms; with it 27 ms
+#: would be predicted).
 _OWNED, _GRADIENT_TIMES = 46, 4
 _NOTHING = Passes()
 
@@ -139,6 +141,6 @@ def tail(job: Job, worker: int) -> Tail:
 def optimizer_s(job: Job, own: Parameters) -> float:
     """The optimizer's step is bound by memory."""
     part = sum(own) if job.shard == "none" else owned(job, own)
-    gradients = part if job.shard in ("gradients", "parameters") else sum(own)
+    gradients = {"parameters": 0.0, "gradients": part}.get(job.shard, sum(own))
     nbytes = _GRADIENT_TIMES * job.framework.gradient_nbytes * gradients + _OWNED * part
     return nbytes / (job.machine.memory_bytes_per_s * job.machine.memory_share)

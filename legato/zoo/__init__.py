@@ -1,38 +1,33 @@
 """The papers' models as workloads: no download, no training framework.
 
-Numbers of parameters and sizes are the published ones, to the printed digits;
-each model's file says which definition gives them. If papers use one name for
-different models, each of these models has its own name here.
+Numbers of parameters and sizes equal the published ones in all printed digits; each model's file says which definition
+gives them. If papers use the same name for different models, each of these models has its own name here.
 
-- TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3`
-  `resnet-v1-50` `resnet-v1-101` `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
+- TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3` `resnet-v1-50` `resnet-v1-101`
+  `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
 - Caramel, section 6: `alexnet-v2` `inception-v3` `resnet-v1-50` `resnet-v2-152` `vgg-16`
 - PACE, Table II: `vgg-16` `resnet-v2-50-mxnet` `seq2seq` `transformer`
 - MG-WFBP, section VI: `googlenet` `resnet-v1-50-caffe`
-- Network Operator Edition, Tables 2 and 7: `vgg-16-299` `inception-v3`
-  `resnet-v2-101-gamma` `resnet-v2-200-gamma`
-- the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
-  `gpt2-large` `gpt2-xl`
+- Network Operator Edition, Tables 2 and 7: `vgg-16-299` `inception-v3` `resnet-v2-101-gamma` `resnet-v2-200-gamma`
+- the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium` `gpt2-large` `gpt2-xl`
 - in no paper, but the fourth of its family: `resnet-v2-200`
-- language models of today, and any other of their shapes (`legato.zoo.language`): `gpt3`
-  `llama-3-8b` `llama-3-70b` `llama-3-405b` `mixtral-8x7b`
+- recent language models, and models of any other shape (`legato.zoo.language`): `gpt3` `llama-3-8b` `llama-3-70b`
+  `llama-3-405b` `mixtral-8x7b`
 
-What cannot be matched:
+These published numbers cannot be matched:
 
-- *Numbers of operations* (TicTac's #Ops, PACE's computation operators): they
-  count the nodes of a TensorFlow graph with its summaries and constants, and of
-  an MXNet graph in which one node computes both gradients of a convolution.
-  An op here is what a device runs: a layer forward, and one or two backward.
-- *Network Operator Edition, Table 2*, which truncates some numbers and rounds
-  others: Inception-v3 with 0.715 Gb matches no variant of the model (0.869 with
-  the auxiliary classifier, 0.762 without, 0.697 without the output layers
-  either); ResNet-200's 2.06 Gb is 2.071 with gamma, as its Table 7 wants it
-  (2.069 without); ResNet-101's 1.3e10 FLOPs are 1.44e10; its numbers of weights
-  contradict its own sizes.
-- *PACE, Table II*: Seq2Seq and Transformer come without a configuration. The
-  tensors are matched exactly; the vocabularies are inferred.
-- *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so
-  on): the released models have other numbers, and these are used.
+- *Numbers of operations* (TicTac's #Ops, PACE's computation operators): they count the nodes of a TensorFlow graph with
+  its summaries and constants, and the nodes of an MXNet graph in which one node computes both gradients of a
+  convolution. Here an op is one computation on a device: each layer has one op in the forward pass, and one or two in
+  the backward pass.
+- *Network Operator Edition, Table 2* truncates some numbers and rounds others. Inception-v3 with 0.715 Gb matches no
+  variant of the model (0.869 with the auxiliary classifier, 0.762 without it, and 0.697 without the output layers as
+  well). ResNet-200 has 2.06 Gb in the table. Here it has 2.071 Gb with gamma, as in the paper's Table 7, and 2.069 Gb
+  without. ResNet-101 has 1.3e10 FLOPs there and 1.44e10 here. The table's numbers of weights contradict its own sizes.
+- *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here the tensors match exactly, and the
+  vocabularies are inferred.
+- *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so on): the released models have other
+  numbers, which are used here.
 
 Times come from FLOPs and memory traffic on a `Device`, or from published totals.
 """
@@ -118,18 +113,19 @@ def model(name: str) -> Model:
 
 
 def variables(name: str) -> tuple[Variable, ...]:
-    """Return all variables of a model, also those that are not trained, in the order of their creation.
+    """Return all variables of a model, including those that are not trained, in the order of their creation.
 
-    TensorFlow places variables on parameter servers by round robin in this
-    order (Network Operator Edition, Table 7). Raises `InputError` as `model` does.
+    TensorFlow distributes variables over parameter servers by round robin in this order (Network Operator Edition,
+    Table 7). Raises `InputError` as `model` does.
     """
     return model(name).variables
 
 
 def device_for(model: Model, name: str | None = None) -> Device | Machine:
-    """Return the device of a name, or the model's own; for a language model a machine, if it is one.
+    """Return the device with this name, by default the model's own device.
 
-    Raises `InputError`, with the nearest names, on an unknown name, and `FileError` on a file that is no machine.
+    For a language model, the name may be a machine's or a `.json` file's; the result is then a `Machine`. Raises
+    `InputError`, which lists the nearest names, on an unknown name, and `FileError` on a file without a machine.
     """
     name = model.device if name is None else name
     if model.language is not None and (name in MACHINES or name.endswith(".json")):
@@ -150,18 +146,18 @@ def workload(  # noqa: PLR0913
     accumulate: int = 1,
     replica_devices: int = 1,
 ) -> Workload:
-    """Return one training iteration of a model, given or by its name, on one worker.
+    """Return one training iteration of a model, or of the model with this name, on one worker.
 
-    `batch_size` counts samples (images, sentences); the default is from the paper that uses the model. `device` is one
-    of `DEVICES`, by its name, or any `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and `fp32`,
-    for language models `h100` and `bf16`. A language model on a machine (`legato.zoo.presets` has some) computes for
-    as long as the job of one GPU does (`legato.zoo.language.layer`); in fp32, for twice as long. If `forward_s` or
-    `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add up to it.
-    `gradients` is the precision in which gradients are sent, by default the computation's.
+    `batch_size` counts samples (images, sentences); the default comes from the paper that uses the model. `device` is
+    any `Device` or the name of one in `DEVICES`, and `precision` is one of `PRECISIONS`. The defaults are `v100` and
+    `fp32`, and for language models `h100` and `bf16`. On a machine (`legato.zoo.presets` has some), a language model
+    computes as long as in a whole job on one GPU (`legato.zoo.language.layer`), and twice as long in fp32. If
+    `forward_s` or `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add up
+    to it. `gradients` is the precision in which gradients are sent, by default the precision of the computation.
 
-    Large models: `recompute` repeats the forward pass of each block in the backward pass, `accumulate` divides the
-    batch into micro-batches of which the last sends the gradients, and `replica_devices` divides the model and its
-    batch among several devices; the workload describes one of these devices (`legato.zoo.lower`).
+    For large models, `recompute` repeats the forward pass of each block in the backward pass. `accumulate` divides the
+    batch into this number of micro-batches, and only the last one sends the gradients. `replica_devices` divides the
+    model and its batch among several devices; the workload describes one of these devices (`legato.zoo.lower`).
 
     Raises `InputError` on unknown names, on a precision that the device lacks, on
     numbers that are not above zero, on a batch that `accumulate` does not divide,

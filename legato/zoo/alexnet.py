@@ -1,6 +1,6 @@
-"""AlexNet v2 (Krizhevsky 2014), as TF-slim's `alexnet_v2` defines it; TicTac and Caramel use it.
+"""AlexNet v2 (Krizhevsky 2014), as TF-slim's `alexnet_v2` defines it and TicTac and Caramel use it.
 
-One tower, biases, no normalization; the fully connected layers see 5 x 5 x 256.
+It has one tower with biases and without normalization. The input of the fully connected layers is 5 x 5 x 256.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["alexnet_v2"]
 
 
 def alexnet_v2() -> Model:
-    """16 variables, 191.89 MiB; batch 512 (TicTac, Table 1)."""
+    """Return the model of 16 variables (191.89 MiB); a batch has 512 images (TicTac, Table 1)."""
     net = Builder("alexnet-v2", 512)
     x = net.input(224, 224, 3)
     x = pool(_conv(x, "conv1", 64, 11, 4, "valid"), "pool1", 3, 2, "valid")

@@ -1,9 +1,8 @@
-"""BERT-base (Devlin et al. 2018) in pre-training: 12 layers, width 768, 12 heads, 3072 inside.
+"""BERT-base (Devlin et al. 2018) in pre-training: 12 layers, width 768, 12 heads, and MLPs of width 3072.
 
-It has both heads of pre-training: masked words, which share the table of word
-embeddings (one tensor, two readers), and next sentence. 110 million
-parameters in the paper; 110,106,428 in 206 tensors exactly. Sequences have 128
-words, as in nine tenths of the paper's pre-training (appendix A.2).
+It has both heads of pre-training: the head for masked words, which shares the table of word embeddings (a tensor with
+two readers), and the head for the next sentence. The paper says 110 million parameters; the exact number is
+110,106,428, in 206 tensors. Sequences have 128 words, as in nine tenths of the paper's pre-training (appendix A.2).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _POSITIONS, _LENGTH, _BATCH = 512, 128, 32
 
 
 def bert_base() -> Model:
-    """206 tensors, 110,106,428 parameters; 32 sequences of 128 words a batch."""
+    """Return the model of 206 tensors and 110,106,428 parameters; a batch has 32 sequences of 128 words."""
     net = Builder("bert-base", _BATCH)
     words = net.variable("word_embeddings", _VOCABULARY, _WIDTH)
     tokens = net.input(_LENGTH)

@@ -1,6 +1,6 @@
-"""A model's parts (layers, as a graph, and variables), and a builder that follows the shapes.
+"""The parts of a model (a graph of layers, and variables), and a builder that tracks shapes.
 
-The layers of `image` and `sequence` add to a `Builder`.
+The functions of `image` and `sequence` add layers to a `Builder`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ __all__ = ["DEFAULT_DEVICE", "Builder", "Gradient", "Layer", "Model", "Value", "
 DEFAULT_DEVICE = "v100"
 
 #: How a layer is differentiated:
-#: *split*: the gradients of its input and of its variables are two ops, the second a leaf (convolution, dense, LSTM);
-#: *fused*: one op computes them all (normalization, pooling, activation, attention, loss);
-#: *weights*: its input has no gradient, only its variables have (embedding);
-#: *identity*: its gradient is the gradient of each of its inputs, and costs nothing (addition).
+#: *split*: one op computes the gradient of its input, and another the gradients of its variables, which no op waits
+#: for (convolution, dense, LSTM);
+#: *fused*: one op computes all gradients (normalization, pooling, activation, attention, loss);
+#: *weights*: only its variables have gradients, and its input has none (embedding);
+#: *identity*: the gradient of its output is also the gradient of each input, which costs nothing (addition).
 Gradient = Literal["split", "fused", "weights", "identity"]
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An array of the model: trained, or not (the moving mean and variance of a batch normalization)."""
+    """An array of the model. It is trained, unless it is a moving mean or variance of a batch normalization."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,12 +51,11 @@ class Variable:
 class Layer:
     """One forward computation, on one sample.
 
-    `inputs` are indices of earlier layers (the samples are not listed),
-    `variables` indices of the trainable variables that it reads. `flops` counts
-    a multiply-add of a matrix product as two; `moved` is the number of values
-    that it reads and writes, `outputs` the number that it writes. `block` names
-    the part of the model that is computed again as a whole where activations are
-    recomputed; empty if it is in none.
+    `inputs` are indices of earlier layers (the samples are not listed), and `variables` are indices of the trainable
+    variables that the layer reads. `flops` counts a multiply-add of a matrix product as two. `moved` is the number of
+    values that the layer reads and writes, and `outputs` is the number of values that it writes. `block` names the part
+    of the model that is computed again as a whole if activations are recomputed; it is empty if the layer is in no
+    block.
     """
 
     name: str
@@ -70,10 +70,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model; layers in the order of the forward pass, variables in the order of their creation.
+    """A model; layers are in the order of the forward pass, variables in the order of their creation.
 
-    `batch_size`, `device` and `precision` are those on which it is trained by default; `language` is the shape of a
-    language model.
+    `batch_size`, `device` and `precision` are the defaults for training; `language` is the shape of a language model.
     """
 
     name: str
@@ -96,7 +95,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients, in the model's own precision."""
+        """Bytes of all gradients, in the model's default precision."""
         return PRECISIONS[self.precision] * self.parameters
 
     @property
@@ -120,17 +119,17 @@ class Value:
 
 
 def reshape(x: Value, *shape: int) -> Value:
-    """Return the same values, or a slice of them, in another shape: a view, which takes no time."""
+    """Return the values, or a slice of them, as a view with another shape, which takes no time."""
     return replace(x, shape=shape)
 
 
 def flatten(x: Value) -> Value:
-    """All values of a sample in one row."""
+    """Return all values of a sample in one row."""
     return reshape(x, x.size)
 
 
 class Builder:
-    """Collects layers and variables; `build` returns the model."""
+    """A collector of layers and variables; `build` returns the model."""
 
     def __init__(self, name: str, batch_size: int, *, device: str = DEFAULT_DEVICE, precision: str = "fp32") -> None:
         self._name = name
@@ -158,7 +157,7 @@ class Builder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[None]:
-        """A scope of this name whose layers are computed again together if activations are recomputed."""
+        """Open a scope of this name; its layers are computed again together if activations are recomputed."""
         with self.scope(name):
             self._block = self._scope.removesuffix("/")
             try:
@@ -182,7 +181,7 @@ class Builder:
         flops: int = 0,
         moved: int | None = None,
     ) -> Value:
-        """Add a layer and return its output, of this shape. By default it moves its inputs and its output once."""
+        """Add a layer and return its output, which has this shape. By default, it moves each input and output once."""
         outputs = math.prod(shape)
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs

@@ -1,4 +1,4 @@
-"""A device: its peak speeds, and the share of these that it reaches."""
+"""A device: its peak speeds, and the share of the peaks that it reaches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["EFFICIENCY", "OVERHEAD_S", "PRECISIONS", "Device"]
 
 #: The share of its peak that a device reaches in matrix products. The Network Operator Edition's forward time of
 #: Inception-v3 (Table 3: 0.176 s for 32 images of 1.1e10 FLOPs) is 0.46 of half a K80's peak. Published steps of
-#: language models reach 0.3 to 0.65 of an A100's or H100's (`benchmarks/language_models.py`).
+#: language models reach 0.3 to 0.65 of the peak of an A100 or H100 (`benchmarks/language_models.py`).
 EFFICIENCY = 0.5
-#: Seconds between the start of an op and the start of its work: the launch of a kernel.
+#: Seconds from the start of an op until its work starts, for the launch of a kernel.
 OVERHEAD_S = 5e-6
 #: Bytes of a value in each floating-point format in which models are trained; `fp32` includes TF32 tensor cores.
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -24,10 +24,10 @@ PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Device(msgspec.Struct, frozen=True):
     """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
-    `flops_per_s` is the peak of 32-bit training (a multiply-add is two), `bf16_flops_per_s` and `fp16_flops_per_s` the
-    peaks of 16-bit training, None where the device has no such format; `efficiency` is the share of a peak that is
-    reached; `bytes_per_s` is the memory bandwidth; `overhead_s` (seconds) is added once per op. Raises `InputError` on
-    speeds that are not above zero, and on an efficiency above 1.
+    `flops_per_s` is the peak of 32-bit training (a multiply-add is two). `bf16_flops_per_s` and `fp16_flops_per_s` are
+    the peaks of 16-bit training, or None if the device lacks this format. `efficiency` is the share of a peak that is
+    reached, `bytes_per_s` is the memory bandwidth, and `overhead_s` (seconds) is added once per op. Raises `InputError`
+    on speeds that are not above zero, and on an efficiency above 1.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Device(msgspec.Struct, frozen=True):
         return cls(machine.name, peak / 2, machine.memory_bytes_per_s, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
 
     def peak(self, precision: str = "fp32") -> float:
-        """Return the peak FLOP/s in one of `PRECISIONS`. Raises `InputError` if the device has no such format."""
+        """Return the peak FLOP/s in one of `PRECISIONS`. Raises `InputError` if the device lacks this format."""
         peaks = {"fp32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "fp16": self.fp16_flops_per_s}
         if precision not in peaks:
             raise unknown_name("precision", precision, PRECISIONS)
@@ -66,5 +66,5 @@ class Device(msgspec.Struct, frozen=True):
         return peak
 
     def time_s(self, flops: float, nbytes: float, precision: str = "fp32") -> float:
-        """Return the seconds of an op with this number of FLOPs, in this precision, and bytes. Raises as `peak`."""
+        """Return the seconds of an op with this number of FLOPs and bytes. Raises `InputError` as `peak` does."""
         return self.overhead_s + max(flops / (self.peak(precision) * self.efficiency), nbytes / self.bytes_per_s)

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019) in its four sizes, on sequences of 1024 tokens.
 
-The output layer is the table of token embeddings: one tensor, two readers. The sizes match the released models (124,
-355, 774 and 1,558 million); the paper's Table 2 says 117, 345, 762 and 1,542, which contradicts its own numbers of
-layers and widths.
+The output layer uses the table of token embeddings, so this tensor has two readers. The sizes match the released models
+(124, 355, 774 and 1,558 million parameters). The paper's Table 2 says 117, 345, 762 and 1,542 million, which
+contradicts its own numbers of layers and widths.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _VOCABULARY, _LENGTH = 50_257, 1024
 
 
 def gpt2() -> Model:
-    """148 tensors, 124,439,808 parameters; 8 sequences a batch."""
+    """Return the model of 148 tensors and 124,439,808 parameters; a batch has 8 sequences."""
     return _gpt2("gpt2", 12, 768, 12, 8)
 
 
 def gpt2_medium() -> Model:
-    """292 tensors, 354,823,168 parameters; 4 sequences a batch."""
+    """Return the model of 292 tensors and 354,823,168 parameters; a batch has 4 sequences."""
     return _gpt2("gpt2-medium", 24, 1024, 16, 4)
 
 
 def gpt2_large() -> Model:
-    """436 tensors, 774,030,080 parameters; 4 sequences a batch."""
+    """Return the model of 436 tensors and 774,030,080 parameters; a batch has 4 sequences."""
     return _gpt2("gpt2-large", 36, 1280, 20, 4)
 
 
 def gpt2_xl() -> Model:
-    """580 tensors, 1,557,611,200 parameters; 2 sequences a batch."""
+    """Return the model of 580 tensors and 1,557,611,200 parameters; a batch has 2 sequences."""
     return _gpt2("gpt2-xl", 48, 1600, 25, 2)
 
 

@@ -1,8 +1,8 @@
 """The layers of convolutional networks, on values of shape (height, width, channels).
 
-Variables are created, and named, in TensorFlow's order: weights, then biases or
-the batch normalization's beta, gamma, moving mean, moving variance. Dropout,
-which has no variables and is fused with its neighbours, is left out.
+Variables are created in TensorFlow's order and have its names: weights, then biases, or the beta, gamma, moving mean
+and moving variance of a batch normalization. Dropout is left out, since it has no variables and is fused with its
+neighbours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = [
     "pool",
 ]
 
-#: TensorFlow's: *same* keeps the size, divided by the stride and rounded up; *valid* uses whole windows only.
+#: TensorFlow's padding. With *same*, the output has the input's size, divided by the stride and rounded up; *valid*
+#: uses only whole windows.
 Padding = Literal["same", "valid"]
 Kernel = int | tuple[int, int]
 
@@ -39,7 +40,7 @@ def _pair(kernel: Kernel) -> tuple[int, int]:
 
 
 def _window(x: Value, kernel: Kernel, stride: int, padding: Padding) -> tuple[int, int]:
-    """Height and width of the output of a sliding window."""
+    """Return the height and width of the output of a sliding window."""
     sizes = (
         math.ceil(size / stride) if padding == "same" else (size - k) // stride + 1
         for size, k in zip(x.shape[:2], _pair(kernel), strict=True)
@@ -58,7 +59,7 @@ def conv(
     *,
     bias: bool = True,
 ) -> Value:
-    """A convolution: weights (height, width, in, out), and biases (out)."""
+    """Add a convolution with weights (height, width, in, out), and biases (out)."""
     (kh, kw), depth, net = _pair(kernel), x.shape[2], x.net
     height, width = _window(x, kernel, stride, padding)
     variables = [net.variable(f"{name}/weights", kh, kw, depth, channels)]
@@ -69,7 +70,7 @@ def conv(
 
 
 def depthwise(x: Value, name: str, multiplier: int, kernel: Kernel, stride: int = 1) -> Value:
-    """A separate convolution of each channel into `multiplier` channels, without biases."""
+    """Add a separate convolution of each channel into `multiplier` channels, without biases."""
     (kh, kw), depth = _pair(kernel), x.shape[2]
     height, width = _window(x, kernel, stride, "same")
     weights = x.net.variable(f"{name}/depthwise_weights", kh, kw, depth, multiplier)
@@ -78,7 +79,7 @@ def depthwise(x: Value, name: str, multiplier: int, kernel: Kernel, stride: int 
 
 
 def batch_norm(x: Value, name: str, *, gamma: bool = False) -> Value:
-    """Batch normalization: beta, optionally gamma, and two moving averages that are not trained."""
+    """Add a batch normalization with beta, optionally gamma, and two moving averages that are not trained."""
     net, depth = x.net, x.shape[-1]
     trained = ["beta", "gamma"] if gamma else ["beta"]
     variables = [net.variable(f"{name}/{vector}", depth) for vector in trained]
@@ -98,34 +99,34 @@ def conv_norm(
     gamma: bool = False,
     relu: bool = True,
 ) -> Value:
-    """Convolution without biases, batch normalization, and ReLU."""
+    """Add a convolution without biases, a batch normalization, and a ReLU if `relu`."""
     x = conv(x, name, channels, kernel, stride, padding, bias=False)
     x = batch_norm(x, f"{name}/bn", gamma=gamma)
     return activation(x, f"{name}/relu") if relu else x
 
 
 def activation(x: Value, name: str) -> Value:
-    """An elementwise activation: ReLU, GELU, tanh."""
+    """Add an elementwise activation such as ReLU, GELU or tanh."""
     return x.net.layer(name, "fused", [x], x.shape)
 
 
 def local_response_norm(x: Value, name: str) -> Value:
-    """Local response normalization; it also keeps its divisor for the backward pass."""
+    """Add a local response normalization, which also keeps its divisor for the backward pass."""
     return x.net.layer(name, "fused", [x], x.shape, moved=3 * x.size)
 
 
 def pool(x: Value, name: str, kernel: Kernel, stride: int = 1, padding: Padding = "same") -> Value:
-    """Maximum or average over a window."""
+    """Add a maximum or average over a window."""
     return x.net.layer(name, "fused", [x], (*_window(x, kernel, stride, padding), x.shape[2]))
 
 
 def global_pool(x: Value, name: str) -> Value:
-    """The average of every channel: a value of shape (channels,)."""
+    """Add an average of every channel, with an output of shape (channels,)."""
     return x.net.layer(name, "fused", [x], x.shape[2:])
 
 
 def dense(x: Value, name: str, units: int, *, bias: bool = True, weights: int | None = None) -> Value:
-    """A fully connected layer on the last axis; `weights` is the index of a variable to share."""
+    """Add a fully connected layer on the last axis; `weights` is the index of a variable to share."""
     net, width = x.net, x.shape[-1]
     variables = [net.variable(f"{name}/weights", width, units) if weights is None else weights]
     if bias:
@@ -135,16 +136,16 @@ def dense(x: Value, name: str, units: int, *, bias: bool = True, weights: int | 
 
 
 def add(x: Value, y: Value, name: str) -> Value:
-    """The sum of two branches."""
+    """Add the sum of two branches."""
     return x.net.layer(name, "identity", [x, y], x.shape)
 
 
 def concat(branches: Sequence[Value], name: str) -> Value:
-    """Branches side by side on the last axis."""
+    """Concatenate branches along the last axis."""
     first = branches[0]
     return first.net.layer(name, "fused", branches, (*first.shape[:-1], sum(x.shape[-1] for x in branches)))
 
 
 def loss(x: Value, name: str = "loss") -> Value:
-    """Softmax and cross entropy of the logits: the backward pass starts here."""
+    """Add the softmax and cross entropy of the logits, where the backward pass starts."""
     return x.net.layer(name, "fused", [x], (1,), moved=3 * x.size)

@@ -1,4 +1,4 @@
-"""The modules of all Inception models: a module is a table of branches; its output is their concatenation."""
+"""The modules of all Inception models; a module is a table of branches, and concatenates their outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato.zoo.image import Padding, concat, pool
 
 __all__ = ["Branch", "Conv", "Fork", "Pool", "Unit", "module"]
 
-#: Makes a convolution and what follows it: (value, name, channels, kernel, stride, padding).
+#: A function that adds a convolution and the layers after it: (value, name, channels, kernel, stride, padding).
 Unit: TypeAlias = "Callable[[Value, str, int, int | tuple[int, int], int, Padding], Value]"
 
 

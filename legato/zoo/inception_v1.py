@@ -1,10 +1,9 @@
-"""GoogLeNet (Szegedy et al. 2014), twice.
+"""Two versions of GoogLeNet (Szegedy et al. 2014).
 
-`googlenet` is Caffe's bvlc_googlenet, which MG-WFBP trains: biases, two local
-response normalizations, and the two auxiliary classifiers of training; 13.4
-million parameters, of which the classifiers have 6.4.
-`inception-v1` is TF-slim's, which TicTac trains: batch normalization with beta
-only, no auxiliary classifiers, and 3 x 3 where the paper has 5 x 5.
+`googlenet` is Caffe's bvlc_googlenet, which MG-WFBP trains. It has biases, two local response normalizations, and the
+two auxiliary classifiers that are used in training. The classifiers have 6.4 million of its 13.4 million parameters.
+`inception-v1` is TF-slim's model, which TicTac trains. It has batch normalization with only beta, no auxiliary
+classifiers, and 3 x 3 convolutions in the place of the paper's 5 x 5.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from legato.zoo.inception import Branch, Conv, Pool, Unit, module
 
 __all__ = ["googlenet", "inception_v1"]
 
-#: The paper's Table 1: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
+#: Channels of each module (the paper's Table 1): 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
 _MODULES = {
     "3a": (64, 96, 128, 16, 32, 32),
     "3b": (128, 128, 192, 32, 96, 64),
@@ -40,7 +39,7 @@ _MODULES = {
 
 
 def inception_v1() -> Model:
-    """116 variables, 25.24 MiB; batch 128 (TicTac, Table 1)."""
+    """Return the model of 116 variables (25.24 MiB); a batch has 128 images (TicTac, Table 1)."""
     net = Builder("inception-v1", 128)
     x = pool(conv_norm(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)
     x = conv_norm(conv_norm(x, "conv2_reduce", 64, 1), "conv2", 192, 3)
@@ -52,7 +51,7 @@ def inception_v1() -> Model:
 
 
 def googlenet() -> Model:
-    """128 variables, about 13 million parameters; batch 64 (MG-WFBP, section VI)."""
+    """Return the model of 128 variables (about 13 million parameters); a batch has 64 images (MG-WFBP, section VI)."""
     net = Builder("googlenet", 64)
     x = pool(_conv_relu(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)
     x = local_response_norm(x, "norm1")

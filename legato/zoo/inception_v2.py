@@ -1,7 +1,7 @@
-"""Inception v2 (Ioffe, Szegedy 2015: the batch normalization paper), as TF-slim defines it; TicTac uses it.
+"""Inception v2 (Ioffe, Szegedy 2015: the batch normalization paper), as TF-slim defines it and TicTac uses it.
 
-The first layer is a separable convolution: 7 x 7 on every channel into 8, then
-1 x 1 into 64, with one batch normalization (beta only) after both.
+The first layer is a separable convolution: a 7 x 7 convolution of each channel into 8 channels, then a 1 x 1
+convolution into 64 channels, followed by one batch normalization (only beta).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from legato.zoo.inception import Branch, Conv, Pool, module
 
 __all__ = ["inception_v2"]
 
-#: 1x1; 3x3 reduce, 3x3; double 3x3 reduce, double 3x3; pool projection.
+#: Channels of each module: 1x1; 3x3 reduce, 3x3; double 3x3 reduce, double 3x3; pool projection.
 _MODULES = {
     "3a": (64, 64, 64, 64, 96, 32),
     "3b": (64, 64, 96, 64, 96, 64),
@@ -23,12 +23,12 @@ _MODULES = {
     "5a": (352, 192, 320, 160, 224, 128),
     "5b": (352, 192, 320, 192, 224, 128),
 }
-#: The modules that halve the size: 3x3 reduce, 3x3; double 3x3 reduce, double 3x3.
+#: Channels of the modules that halve the size: 3x3 reduce, 3x3; double 3x3 reduce, double 3x3.
 _REDUCTIONS = {"3c": (128, 160, 64, 96), "4e": (128, 192, 192, 256)}
 
 
 def inception_v2() -> Model:
-    """141 variables, 42.64 MiB; batch 128 (TicTac, Table 1)."""
+    """Return the model of 141 variables (42.64 MiB); a batch has 128 images (TicTac, Table 1)."""
     net = Builder("inception-v2", 128)
     x = depthwise(net.input(224, 224, 3), "conv1", 8, 7, 2)
     x = batch_norm(conv(x, "conv1_pointwise", 64, 1, bias=False), "conv1/bn")

@@ -1,11 +1,9 @@
-"""Inception v3 (Szegedy et al. 2015) in training: with its auxiliary classifier.
+"""Inception v3 (Szegedy et al. 2015) as it is trained, with its auxiliary classifier.
 
-TicTac and Caramel train TF-slim's, the Network Operator Edition the older
-Inception release's. The variables are the same; the order is the older one,
-where the auxiliary classifier is made in the middle, after the last 17 x 17
-module; its 1001 classes are 1000 here, which changes no printed digit of Table
-7. Names are the older ones too: the modules that section 8.5 adds are
-`mixed_35x35x288b` and `mixed_17x17x768e`.
+TicTac and Caramel train TF-slim's model, and the Network Operator Edition trains the model of the older Inception
+release. Both have the same variables. The order and the names here are from the older release: it makes the auxiliary
+classifier in the middle, after the last 17 x 17 module, and section 8.5 adds the modules `mixed_35x35x288b` and
+`mixed_17x17x768e`. That release has 1001 classes and this model 1000, which changes no printed digit of Table 7.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ __all__ = ["inception_v3"]
 
 
 def inception_v3() -> Model:
-    """196 variables, 103.54 MiB; batch 32 (TicTac, Table 1)."""
+    """Return the model of 196 variables (103.54 MiB); a batch has 32 images (TicTac, Table 1)."""
     net = Builder("inception-v3", 32)
     x = conv_norm(net.input(299, 299, 3), "conv0", 32, 3, 2, "valid")
     x = conv_norm(x, "conv1", 32, 3, 1, "valid")

@@ -1,4 +1,4 @@
-"""Whole jobs in one call, of names and numbers; the nouns are in `core/job.py`."""
+"""A function that makes a whole job from names and numbers; `core/job.py` defines the types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["job", "model_name"]
 
 
 def model_name(model: str | LanguageModel) -> str:
-    """The name of a model, or `llm` for one without a name."""
+    """Return the name of a model, or `llm` for a model without a name."""
     return model if isinstance(model, str) else "llm"
 
 
@@ -57,12 +57,13 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
     overlap: Sequence[Hidden] | None = None,
     name: str = "",
 ) -> Job:
-    """Make a whole training job: a language model, the GPUs that share it, and how one step of it runs.
+    """Return a whole training job: a language model, the GPUs that share it, and how one step runs.
 
-    A model, a machine or a framework is given by its name or as it is; a machine's name may be the path of a file.
-    `data` is by default 1, or what the other dimensions leave of `gpus`. An interleaved schedule has 2 `chunks` by
-    default. `overlap` has the kinds of communication that run during computation, by default the framework's. The rest
-    are fields of `Job` and `Mesh`. Raises `InputError`, with the nearest names, on unknown ones, and as `Job` does.
+    Give a model, a machine or a framework as an object or by its name; a machine's name may be the path of a file. The
+    default of `data` is 1, or `gpus` divided by the product of the other dimensions. An interleaved schedule has 2
+    `chunks` by default. `overlap` has the kinds of communication that run during computation, by default the
+    framework's. All other arguments are fields of `Job` and `Mesh`. Raises `InputError` on unknown names, with the
+    nearest ones, and as `Job` does.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if data is None:

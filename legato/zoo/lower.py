@@ -1,18 +1,17 @@
 """Convert a model to a workload: forward and backward ops with their times, and one tensor per trained variable.
 
-The backward pass mirrors the forward pass. If several layers read a value, an op
-adds up their gradients; if several layers read a variable (tied weights), an op
-adds up the variable's gradients. The samples have no gradient, so the first layer
-computes none for its input. Every backward op depends on the ops that compute its
-input gradients; dependencies on saved activations are left out, since these exist
-before the loss. There are no optimizer ops: the papers neglect the optimizer.
+The backward pass mirrors the forward pass. If several layers read a value, an op adds up their gradients. If several
+layers read a variable (tied weights), an op adds up the variable's gradients. The samples have no gradient, so the
+first layer computes no gradient for its input. Every backward op depends on the ops that compute the gradients that it
+reads. Dependencies on saved activations are left out, since these exist before the loss. There are no optimizer ops,
+because the papers neglect the optimizer.
 
-Three things that large models are trained with change an iteration. With *recomputed activations*, the backward pass of
-a block starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
-the gradients of the last one: the passes between the first forward pass and the last backward pass are one op,
+Three techniques for large models change an iteration. With *recomputed activations*, the backward pass of a block
+starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
+gradients only during the last one. All passes between the first forward pass and the last backward pass are one op,
 `accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices evenly
-among them, as tensor parallelism does, and the iteration describes one device, whose messages go to the same device of
-the other replicas; what the devices of a replica send one another is left out.
+among its devices, as tensor parallelism does. The iteration describes one device, which exchanges messages with the
+same device of every other replica. Messages between the devices of a replica are left out.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from legato.zoo.device import PRECISIONS, Device
 
 __all__ = ["lower"]
 
-#: Samples, micro-batches, devices of a replica.
+#: The most samples, micro-batches, and devices of a replica.
 _MOST = 2**30
-#: Of language models: the first component of the names of ops before the layers.
+#: In language models, the first component of the names of ops before the layers.
 _BEFORE = ("embeddings", "positions")
 _ACCUMULATION = "accumulation"
 
@@ -51,15 +50,15 @@ def lower(  # noqa: PLR0913
 ) -> Workload:
     """Return one training iteration of a model on a device.
 
-    `batch_size` is the model's own by default; it counts the samples of all `accumulate` micro-batches of a replica.
-    `forward_s` and `backward_s` (seconds), where given, scale the ops of that pass of a micro-batch to this total.
-    `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's own, and `gradients`
+    `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's. If
+    `forward_s` or `backward_s` (seconds) is given, the ops of that pass of a micro-batch are scaled to this total.
+    `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's, and `gradients` is
     the precision in which gradients are sent, by default the same. `recompute` computes the activations of each block
     of layers again in the backward pass. `replica_devices` is the number of devices that share the model and its batch.
-    `parts` is for language models: the seconds of a part of the model (`language.one_gpu.part_times`) in a phase, of a
-    micro-batch of the given number of samples, to which the ops of that part are scaled. Raises `InputError` on numbers
-    that are not above zero, on a batch that micro-batches do not divide, on a precision that is unknown or that the
-    device lacks, and where activations are to be recomputed in a model that has no blocks.
+    `parts` is for language models. For a micro-batch of a given number of samples, it returns the seconds of each part
+    of the model in each phase (`language.one_gpu.part_times`), to which the ops of that part are scaled. Raises
+    `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision that
+    is unknown or that the device lacks, and on `recompute` for a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)
@@ -104,7 +103,7 @@ def _lasting(op: Op, duration_s: float) -> Op:
 
 
 def _part_of(op: str) -> str:
-    """The part of a language model that an op belongs to, by the op's name."""
+    """Return the part of a language model to which the op with this name belongs."""
     first = op.partition("/")[0]
     if first.startswith("layer"):
         return op if op == f"{first}/recompute" else first
@@ -112,7 +111,7 @@ def _part_of(op: str) -> str:
 
 
 def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable[[Op], object]) -> list[Op]:
-    """Return the ops; where a part has a total (seconds), its ops are scaled to add up to it."""
+    """Return the ops; if a part has a total (seconds), its ops are scaled to add up to this total."""
     now: dict[Any, float] = {}
     for op in ops:
         now[part_of(op)] = now.get(part_of(op), 0.0) + op.duration_s
@@ -121,7 +120,7 @@ def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable
 
 
 class _Lowering:
-    """Op i of the forward pass is layer i."""
+    """The state of a conversion; op i of the forward pass is layer i."""
 
     def __init__(
         self, model: Model, device: Device, batch: int, precision: str, gradients: str, replica_devices: int
@@ -138,10 +137,12 @@ class _Lowering:
         self.trained: list[bool] = []  # whether the layer's output has a gradient
         for layer in layers:
             self.trained.append(bool(layer.variables) or any(self.trained[j] for j in layer.inputs))
-        self.gradients: list[list[int]] = [[] for _ in layers]  # ops that yield (a part of) the output's gradient
-        self.partial: dict[int, list[int]] = {}  # ops that yield (a part of) a variable's gradient
+        self.gradients: list[list[int]] = [
+            [] for _ in layers
+        ]  # by layer: ops that yield parts of its output's gradient
+        self.partial: dict[int, list[int]] = {}  # by variable: ops that yield parts of its gradient
         self.accumulation: int | None = None  # the op after which the last micro-batch's backward pass starts
-        self.to_recompute: dict[str, float] = {}  # blocks that the backward pass has not reached, and their seconds
+        self.to_recompute: dict[str, float] = {}  # by block that the backward pass has not reached: its seconds
 
     def forward(self, *, accumulation: bool) -> None:
         for layer in self.model.layers:
@@ -191,7 +192,7 @@ class _Lowering:
             self._variable_gradient(v, done)
 
     def _output_gradient(self, i: int) -> int:
-        """The op after which the gradient of layer i's output is complete; for a loss, the end of the forward pass."""
+        """Return the op that completes the gradient of layer i's output; for a loss, the end of the forward pass."""
         parts = list(dict.fromkeys(self.gradients[i]))
         if not parts:
             return i if self.accumulation is None else self.accumulation
@@ -212,7 +213,7 @@ class _Lowering:
         self.tensors.append(Tensor(variable.name, self._nbytes(variable), op, tuple(self.readers[v])))
 
     def _nbytes(self, variable: Variable) -> int:
-        """Bytes of a gradient on one device: every device of a replica has a part of each matrix, and all vectors."""
+        """Return the bytes of a gradient on one device, which has a part of each matrix, and all of each vector."""
         parts = self.replica_devices if len(variable.shape) > 1 else 1
         return self.gradient_bytes * -(-variable.size // parts)
 

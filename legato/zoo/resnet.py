@@ -8,11 +8,10 @@
 | `resnet-v1-50-caffe` (MG-WFBP) | the authors' Caffe model | beta and gamma | first unit, 1 x 1 |
 | `resnet-v2-50-mxnet` (PACE) | MXNet's example | beta and gamma, also on the images | first unit, 3 x 3 |
 
-TF-slim's v2 has biases in the first convolution, in the third of a unit and in
-the shortcut's. Its batch normalization is beta only unless its `resnet_arg_scope`
-is used: Table 1 of TicTac shows that it was not, Table 7 of the Network Operator
-Edition that it was. Caffe's first convolution also has biases in some releases;
-here it has none, as in the paper.
+TF-slim's v2 has biases in the first convolution, in the third convolution of each unit, and in the convolution of the
+shortcut. Its batch normalization has only beta, unless its `resnet_arg_scope` is used. Table 1 of TicTac shows that
+TicTac did not use it, and Table 7 of the Network Operator Edition shows that they did. In some releases, Caffe's first
+convolution also has biases; here it has none, as in the paper.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ __all__ = [
     "resnet_v2_200_gamma",
 ]
 
-#: Units of the four stages.
+#: The number of units in each of the four stages.
 _UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 _WIDTHS = (64, 128, 256, 512)
 
 
 def resnet_v1_50() -> Model:
-    """108 variables, 97.39 MiB; batch 32 (TicTac, Table 1)."""
+    """Return the model of 108 variables (97.39 MiB); a batch has 32 images (TicTac, Table 1)."""
     return _slim_v1("resnet-v1-50", 50, 32)
 
 
 def resnet_v1_101() -> Model:
-    """210 variables, 169.74 MiB; batch 64 (TicTac, Table 1)."""
+    """Return the model of 210 variables (169.74 MiB); a batch has 64 images (TicTac, Table 1)."""
     return _slim_v1("resnet-v1-101", 101, 64)
 
 
 def resnet_v1_50_caffe() -> Model:
-    """25.5 million parameters; batch 32 (MG-WFBP, section VI)."""
+    """Return the model of 25.5 million parameters; a batch has 32 images (MG-WFBP, section VI)."""
     net = Builder("resnet-v1-50-caffe", 32)
     x = conv_norm(net.input(224, 224, 3), "conv1", 64, 7, 2, gamma=True)
     x = pool(x, "pool1", 3, 2)
@@ -60,37 +59,40 @@ def resnet_v1_50_caffe() -> Model:
 
 
 def resnet_v2_50() -> Model:
-    """125 variables, 97.45 MiB; batch 64 (TicTac, Table 1)."""
+    """Return the model of 125 variables (97.45 MiB); a batch has 64 images (TicTac, Table 1)."""
     return _slim_v2("resnet-v2-50", 50, 64)
 
 
 def resnet_v2_101() -> Model:
-    """244 variables, 169.86 MiB; batch 32 (TicTac, Table 1)."""
+    """Return the model of 244 variables (169.86 MiB); a batch has 32 images (TicTac, Table 1)."""
     return _slim_v2("resnet-v2-101", 101, 32)
 
 
 def resnet_v2_152() -> Model:
-    """363 variables, 229.5 MiB (Caramel, section 6; TicTac, section 2.2); no batch size is published: 32."""
+    """Return the model of 363 variables and 229.5 MiB (Caramel, section 6; TicTac, section 2.2).
+
+    No batch size is published; a batch has 32 images here.
+    """
     return _slim_v2("resnet-v2-152", 152, 32)
 
 
 def resnet_v2_200() -> Model:
-    """The fourth of the family; the only paper with a ResNet-200 uses `resnet-v2-200-gamma`."""
+    """Return the fourth model of the family; the only paper with a ResNet-200 uses `resnet-v2-200-gamma`."""
     return _slim_v2("resnet-v2-200", 200, 32)
 
 
 def resnet_v2_101_gamma() -> Model:
-    """1.42 Gb; batch 32 (Network Operator Edition, Table 2, section 8)."""
+    """Return the model of 1.42 Gb; a batch has 32 images (Network Operator Edition, Table 2, section 8)."""
     return _slim_v2("resnet-v2-101-gamma", 101, 32, gamma=True)
 
 
 def resnet_v2_200_gamma() -> Model:
-    """2.06 Gb; batch 32 (Network Operator Edition, Tables 2 and 7, section 8)."""
+    """Return the model of 2.06 Gb; a batch has 32 images (Network Operator Edition, Tables 2 and 7, section 8)."""
     return _slim_v2("resnet-v2-200-gamma", 200, 32, gamma=True)
 
 
 def resnet_v2_50_mxnet() -> Model:
-    """157 tensors, 25.5 million parameters; batch 32 (PACE, Table II)."""
+    """Return the model of 157 tensors and 25.5 million parameters; a batch has 32 images (PACE, Table II)."""
     net = Builder("resnet-v2-50-mxnet", 32)
     x = batch_norm(net.input(224, 224, 3), "bn_data", gamma=True)
     x = pool(conv_norm(x, "conv0", 64, 7, 2, gamma=True), "pool0", 3, 2)
@@ -119,13 +121,13 @@ def _slim_v2(name: str, depth: int, batch_size: int, *, gamma: bool = False) -> 
 
 
 def _units(depth: int) -> list[tuple[int, int, int, bool]]:
-    """(stage, unit, width, whether it is the stage's last) of every residual unit."""
+    """Yield (stage, unit, width, whether it is the stage's last unit) for every residual unit."""
     stages = enumerate(zip(_UNITS[depth], _WIDTHS, strict=True), start=1)
     return [(stage, i, width, i == count) for stage, (count, width) in stages for i in range(1, count + 1)]
 
 
 def _unit_v1(x: Value, width: int, stride: int, *, strided: int, gamma: bool) -> Value:
-    """Bottleneck; the convolution number `strided` has the stride."""
+    """Add a bottleneck unit; its convolution number `strided` has the stride."""
     strides = [stride if i == strided else 1 for i in (1, 2, 3)]
     if x.shape[2] == 4 * width:
         shortcut = x if stride == 1 else pool(x, "shortcut/subsample", 1, stride)
@@ -138,7 +140,10 @@ def _unit_v1(x: Value, width: int, stride: int, *, strided: int, gamma: bool) ->
 
 
 def _unit_v2(x: Value, width: int, stride: int, *, gamma: bool, bias: bool) -> Value:
-    """Bottleneck, activated before its convolutions; `bias` is of the third and of the shortcut's."""
+    """Add a bottleneck unit with activations before its convolutions.
+
+    `bias` says whether the third convolution and the shortcut's have biases.
+    """
     before = activation(batch_norm(x, "preact/bn", gamma=gamma), "preact/relu")
     if x.shape[2] == 4 * width:
         shortcut = x if stride == 1 else pool(x, "shortcut/subsample", 1, stride)

@@ -8,44 +8,44 @@ __all__ = ["attention", "causal_attention", "embedding", "gated", "layer_norm", 
 
 
 def embedding(tokens: Value, name: str, vocabulary: int, width: int, *, weights: int | None = None) -> Value:
-    """Look up a row of the table for every token; `weights` is the index of a table to share.
+    """Add a lookup of a table's row for every token; `weights` is the index of a table to share.
 
-    The gradient is a dense table, as in the papers' frameworks by default.
+    The gradient is a dense table, which is the default of the papers' frameworks.
     """
     table = tokens.net.variable(name, vocabulary, width) if weights is None else weights
     shape = (*tokens.shape, width)
-    moved = 2 * tokens.size * width  # only the rows that it looks up
+    moved = 2 * tokens.size * width  # only the rows that are looked up
     return tokens.net.layer(f"{name}/lookup", "weights", [tokens], shape, variables=[table], moved=moved)
 
 
 def layer_norm(x: Value, name: str) -> Value:
-    """Layer normalization: gamma and beta."""
+    """Add a layer normalization, with gamma and beta."""
     variables = [x.net.variable(f"{name}/{vector}", x.shape[-1]) for vector in ("gamma", "beta")]
     return x.net.layer(name, "fused", [x], x.shape, variables=variables, moved=3 * x.size)
 
 
 def rms_norm(x: Value, name: str) -> Value:
-    """Root mean square normalization: gamma."""
+    """Add a root mean square normalization, with gamma."""
     gamma = x.net.variable(f"{name}/gamma", x.shape[-1])
     return x.net.layer(name, "fused", [x], x.shape, variables=[gamma], moved=3 * x.size)
 
 
 def rotate(query: Value, keys: Value, name: str) -> tuple[Value, Value]:
-    """Rotary position embeddings of queries and keys, in one layer, no variables."""
+    """Add rotary position embeddings of queries and keys, as one layer without variables."""
     length, width = query.shape
     both = query.net.layer(name, "fused", [query, keys], (length, width + keys.shape[1]))
     return reshape(both, length, width), reshape(both, length, keys.shape[1])
 
 
 def gated(gate: Value, x: Value, name: str) -> Value:
-    """An activation of one value times another value of the same shape: SwiGLU."""
+    """Add the product of an activation of one value and another value of the same shape, as in SwiGLU."""
     return x.net.layer(name, "fused", [gate, x], x.shape)
 
 
 def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 1) -> Value:
-    """Dot-product attention, no variables: scores, their softmax, and the weighted sum of the values.
+    """Add dot-product attention without variables: scores, their softmax, and the weighted sum of the values.
 
-    The scores, (heads, query length, key length), are written and read twice.
+    The scores, of shape (heads, query length, key length), are written twice and read twice.
     """
     scores = heads * query.shape[0] * keys.shape[0]
     flops = 2 * query.shape[0] * keys.shape[0] * (query.shape[1] + values.shape[1])
@@ -55,11 +55,10 @@ def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 
 
 
 def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Value:
-    """Self-attention in which a token sees itself and the tokens before it, in one kernel, no variables.
+    """Add self-attention in which a token sees itself and earlier tokens, as one kernel without variables.
 
-    The scores stay in the kernel (FlashAttention), and only the pairs of tokens
-    that see each other are computed. Several heads of the queries may share a
-    head of the keys and values, which are then narrower.
+    The scores stay in the kernel (FlashAttention), and are computed only for pairs of tokens in which one sees the
+    other. Several heads of queries may share a head of keys and values, which are then narrower.
     """
     length, width = query.shape
     pairs = length * (length + 1) // 2
@@ -68,10 +67,10 @@ def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Val
 
 
 def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> Value:
-    """One LSTM layer over the whole sequence; each pass is one op, as in cuDNN.
+    """Add an LSTM over the whole sequence as one layer, as in cuDNN.
 
-    It has four variables, as in MXNet: input-to-hidden and hidden-to-hidden
-    weights and biases. `initial` is the value of its first state.
+    As in MXNet, it has four variables: input-to-hidden and hidden-to-hidden weights and biases. `initial` is the value
+    of its first state.
     """
     net, (length, width) = x.net, x.shape
     variables = [
@@ -84,6 +83,6 @@ def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> V
         )
     ]
     flops = 2 * length * 4 * hidden * (width + hidden)
-    moved = x.size + length * 10 * hidden  # four gates written and read, the cell and the output written
+    moved = x.size + length * 10 * hidden  # four gates are written and read, the cell and the output are written
     inputs = [x] if initial is None else [x, initial]
     return net.layer(name, "split", inputs, (length, hidden), variables=variables, flops=flops, moved=moved)

@@ -13,14 +13,14 @@ from legato.core.workload import Op, Tensor, Workload
 __all__ = ["add_modules", "scale_compute"]
 
 _SEPARATORS = "/."
-#: The paper adds 125.
+#: The most copies of a module; the paper adds up to 125.
 _MOST_COPIES = 10_000
 
 
 def scale_compute(workload: Workload, speedup: float) -> Workload:
     """Return the workload on a device that computes `speedup` times as fast (section 8.6).
 
-    Raises `InputError` on a speedup that is not from 1e-6 to 1e6.
+    Raises `InputError` if the speedup is not between 1e-6 and 1e6.
     """
     if not 1e-6 <= speedup <= 1e6:
         raise InputError(f"speedup: {speedup} (expected 1e-06 to 1e+06)")
@@ -33,15 +33,14 @@ def scale_compute(workload: Workload, speedup: float) -> Workload:
 
 
 def add_modules(workload: Workload, module: str, count: int) -> Workload:
-    """Return the workload with `count` more copies of a module in sequence after it (section 8.5).
+    """Return the workload with `count` copies of a module, one after another, added after the module (section 8.5).
 
-    `module` is the prefix of the names of its ops, up to a `/` or `.`. The paper
-    adds 1 to 125 modules to Inception-v3: `mixed_35x35x288b` is the
-    compute-intensive one, `mixed_17x17x768e` the network-intensive one. A copy
-    has the module's ops, times and tensors. The module's output must have the
-    shape of its input; a workload has no shapes, so this is not checked. Raises
-    `InputError` if there is no such module, or if its forward ops do not read
-    exactly one value from outside, or exactly one of them is not read outside.
+    `module` is the prefix of the names of the module's ops, up to a `/` or `.`. The paper adds 1 to 125 modules to
+    Inception-v3: copies of `mixed_35x35x288b`, which is compute-intensive, or of `mixed_17x17x768e`, which is
+    network-intensive. A copy has the module's ops, times and tensors. The module's output must have the shape of its
+    input; a workload has no shapes, so this is not checked. Raises `InputError` if there is no such module. Its forward
+    ops must read exactly one value from outside, and exactly one of their values must be read outside; otherwise,
+    `InputError` is raised as well.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")
@@ -75,7 +74,7 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """Ids of its ops, of the forward op it reads, of its output, and of the backward ops of its input's gradient."""
+    """The ids of a module's ops, the op that it reads, its output, and the backward ops for its input's gradient."""
 
     forward: Collection[int]
     backward: Collection[int]
@@ -114,7 +113,7 @@ def _find(workload: Workload, module: str) -> _Module:
 
 
 def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int]]:
-    """(copy, id) of every op of the longer workload; copy 0 is the original."""
+    """Return every op of the longer workload as (copy, id), in order; copy 0 is the original."""
     order: list[tuple[int, int]] = []
     last, first = max(part.forward), min(part.backward)
     for i in range(len(workload.ops)):
@@ -127,7 +126,7 @@ def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int
 
 
 def _dependencies(workload: Workload, part: _Module, count: int, copy: int, i: int, dep: int) -> list[tuple[int, int]]:
-    """The dependencies that replace the dependency of op `i` on op `dep` in a copy."""
+    """Return the dependencies that replace the dependency of op `i` on op `dep` in a copy."""
     inside = i in part.forward or i in part.backward
     if not inside:
         return [(count if dep == part.output else 0, dep)]

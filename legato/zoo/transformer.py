@@ -1,14 +1,13 @@
-"""Transformer, base (Vaswani et al. 2017): 6 + 6 layers, width 512, 8 heads, 2048 inside.
+"""The base Transformer (Vaswani et al. 2017): 6 + 6 layers, width 512, 8 heads, and MLPs of width 2048.
 
-`transformer` is PACE's, from MXNet's Sockeye: normalization before each block
-and after the last, no biases in attention, one matrix for query, key and value
-of self-attention, and embeddings that share nothing. The 164 tensors of Table
-II follow from that; the vocabulary (31,000 words on both sides) is inferred from
-the 91.8 million parameters, and sentences of 32 words are assumed.
+`transformer` is PACE's model, from MXNet's Sockeye: normalization before each block and after the last block, no biases
+in attention, one matrix for query, key and value of self-attention, and embeddings that share nothing. This gives the
+164 tensors of Table II. The vocabulary (31,000 words on both sides) is inferred from the 91.8 million parameters, and
+sentences are assumed to have 32 words.
 
-`transformer-shared` is the paper's own choice: one table for both embeddings
-and the output layer (37,000 words, section 5.1), a tensor with three readers.
-Its 63.1 million parameters are what this gives; the paper's Table 3 says 65.
+`transformer-shared` is the original model, with one table for both embeddings and the output layer (37,000 words,
+section 5.1), which is a tensor with three readers. This gives 63.1 million parameters, although the paper's Table 3
+says 65 million.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _LENGTH, _BATCH = 32, 64
 
 
 def transformer() -> Model:
-    """164 tensors, 91.8 million parameters; 64 sentences of 32 words a batch (PACE, Table II)."""
+    """Return the model of 164 tensors and 91.8 million parameters; a batch has 64 sentences (PACE, Table II)."""
     return _transformer("transformer", 31_000, shared=False)
 
 
 def transformer_shared() -> Model:
-    """The same with one table for source, target and output."""
+    """Return the model in which source, target and output share one table."""
     return _transformer("transformer-shared", 37_000, shared=True)
 
 

@@ -1,11 +1,9 @@
 """VGG (Simonyan, Zisserman 2014).
 
-`vgg-16` and `vgg-19` are the paper's configurations D and E, with biases, as
-TF-slim has them (TicTac, Caramel) and as MXNet has them (PACE). `vgg-16-299` is
-the model that the Network Operator Edition measured, in Inception's training
-script: 299 x 299 images, batch normalization after every
-convolution, 1001 classes, and a first fully connected layer that sees 9 x 9 x
-512.
+`vgg-16` and `vgg-19` are the paper's configurations D and E with biases, as in TF-slim (TicTac, Caramel) and MXNet
+(PACE). `vgg-16-299` is the model that the Network Operator Edition measured with Inception's training script. It has
+299 x 299 images, batch normalization after every convolution, 1001 classes, and a first fully connected layer with an
+input of 9 x 9 x 512.
 """
 
 from __future__ import annotations
@@ -19,17 +17,20 @@ _CHANNELS = (64, 128, 256, 512, 512)
 
 
 def vgg_16() -> Model:
-    """32 variables, 138,357,544 parameters; batch 32 (TicTac, Table 1)."""
+    """Return the model of 32 variables and 138,357,544 parameters; a batch has 32 images (TicTac, Table 1)."""
     return _vgg("vgg-16", (2, 2, 3, 3, 3), 32)
 
 
 def vgg_19() -> Model:
-    """38 variables, 143,667,240 parameters; batch 32 (TicTac, Table 1)."""
+    """Return the model of 38 variables and 143,667,240 parameters; a batch has 32 images (TicTac, Table 1)."""
     return _vgg("vgg-19", (2, 2, 4, 4, 4), 32)
 
 
 def vgg_16_299() -> Model:
-    """6.58 Gb, of which fc1 has 5.44; batch 32 (Network Operator Edition, Tables 2 and 7, sections 8 and 9.1)."""
+    """Return the model of 6.58 Gb, of which `fc1` has 5.44 Gb; a batch has 32 images.
+
+    These are the numbers of the Network Operator Edition, Tables 2 and 7, sections 8 and 9.1.
+    """
     return _vgg("vgg-16-299", (2, 2, 3, 3, 3), 32, size=299, norm=True, classes=1001)
 
 

@@ -15,6 +15,7 @@ from legato.whole_jobs.cost import all_to_all, collective, send
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.memory import Memory, activations
 from legato.whole_jobs.step import predict
+from legato.zoo.language import layer
 from legato.zoo.language.models import MODELS
 from legato.zoo.language.parameters import held, model_flops, parameters
 from legato.zoo.presets import FRAMEWORKS, MACHINES, framework_named, machine_named
@@ -73,6 +74,26 @@ def test_flops_of_a_step_that_recomputes_all(tensor, pipeline):
     if pipeline == 2:  # the second stage is the busiest, with half of the layers and the output layer
         flops = (flops + 6 * batch * sequence * hidden * vocabulary) / 2
     assert predict(one).computing_s == pytest.approx(flops / (2 * tensor) / 1e12, rel=1e-9)
+
+
+def test_products_take_whole_waves_of_whole_tiles():
+    """The examples of NVIDIA's guide, and a step of which every product is counted tile by tile."""
+    # 7 x 14 tiles fit in one wave of an A100, and 8 x 15 need two (section 3.2)
+    for size, waves in ((1792, 1), (1793, 2)):
+        assert layer._waves(108, size, size) == waves * 108 * 256 * 128 / size**2
+    one = job(LLAMA, machine=PRODUCTS, recompute="full")
+    width, keys, inner, tokens, vocabulary = 64, 32, 192, 128, 1000
+    matrices = [(width, width), (width, keys), (width, keys), (width, width)]
+    matrices += [(width, inner), (width, inner), (inner, width)]
+    more = 0
+    for matrix, layers, passes in (*((own, 6, 4) for own in matrices), ((width, vocabulary), 1, 3)):
+        results = (tokens, matrix[0]), (tokens, matrix[1]), matrix
+        tiles = [min(-(-a // 256) * -(-b // 128), -(-a // 128) * -(-b // 256)) for a, b in results]
+        flops = 2 * tokens * matrix[0] * matrix[1]
+        shares = [-(-own // 3) * 3 * 256 * 128 / (a * b) for own, (a, b) in zip(tiles, results, strict=True)]
+        more += layers * passes * flops * (sum(shares) / 3 - 1) / 1e12
+    steps = [predict(replace(one, machine=replace(PRODUCTS, multiprocessors=units))) for units in (0, 3)]
+    assert steps[1].computing_s - steps[0].computing_s == pytest.approx(more, rel=1e-9)
 
 
 def test_flash_attention_computes_the_causal_half_and_scores_again():

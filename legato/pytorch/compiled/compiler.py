@@ -1,14 +1,13 @@
-"""Compiles the graphs of a model so that they hand out gradients, and wait for parameters, while they run.
+"""Compiles the graphs of a model so that they hand over gradients, and wait for parameters, while they run.
 
-[Note: cut graphs] A compiled backward graph returns all of its gradients when it
-ends, so that no message could go out before. Here it is cut where a message of
-the plan becomes complete; between two pieces, gradients go to the reducer. No
-piece communicates, and the reducer sends messages in the plan's order only, so
-cuts, recompilations and graphs that cannot be cut change when a message goes out,
-never which (docs/runtime.md, "The same order on every rank").
+[Note: cut graphs] A compiled backward graph returns all of its gradients when it ends, so no message could be sent
+earlier. legato cuts the graph where a message of the plan becomes complete; between two pieces, gradients go to the
+reducer. No piece communicates, and the reducer sends messages only in the plan's order. So cuts, recompilations and
+graphs that cannot be cut change when a message is sent, but never which message is sent (docs/runtime.md, "The same
+order on every rank").
 
-A forward graph that is all of the forward pass is cut where it first reads what a
-message brings, if updates may wait; what runs before and after it reads no parameter.
+If a forward graph is the whole forward pass and updates may wait, the graph is cut where it first reads the parameters
+of a message. The code before and after such a graph reads no parameter.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ __all__ = ["GraphCompiler", "Sender"]
 
 
 class Sender(Protocol):
-    """Sends gradients and lets updates wait: a reducer."""
+    """A reducer's interface for compiled graphs: sends gradients, and lets updates wait."""
 
     @property
     def node_order(self) -> tuple[str, ...]:
-        """The order in which nodes run, as `graph N/phase/node`; empty for the captured order."""
+        """Return the order in which nodes run, as `graph N/phase/node`; empty for the captured order."""
 
     def messages_of(self, parameter: nn.Parameter) -> Iterable[int]:
-        """The places, in the order of the plan, of the messages that carry the parameter's gradient."""
+        """Return the positions, in the plan, of the messages that carry the parameter's gradient."""
 
     def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Take a gradient that autograd will add to the parameter's afterwards."""
+        """Take a gradient that autograd will later add to the parameter's `.grad`."""
 
     def late_message_of(self, parameter: nn.Parameter) -> int:
-        """The place of the message for which the parameter's update may wait in a forward pass; -1 if for none."""
+        """Return the position of the message for which the parameter may wait in a forward pass, or -1."""
 
     def update(self, parameter: nn.Parameter) -> None:
         """Bring the parameter up to date."""
@@ -50,14 +49,12 @@ class Sender(Protocol):
 
 
 class GraphCompiler:
-    """Compiles the graphs of a forward pass, and their backward graphs, with the user's backend, to be cut.
+    """Compiles the forward and backward graphs of a forward pass with the user's backend, so that they can be cut.
 
-    `sender_of(parameter)` says who sends a parameter's gradients when a graph
-    runs. `whole_pass(graph)` says of a graph that dynamo has traced whether it is
-    all of the model's forward pass. `others` are the names of backends whose
-    graphs are left alone: all but `inductor` and `aot_eager`. `ran` lists the
-    forward graphs that have run, as the ids of their parameters, or as None for
-    one that is not the whole pass; the caller empties it.
+    `sender_of(parameter)` returns the object that sends a parameter's gradients when a graph runs. `whole_pass(graph)`
+    returns whether a graph that dynamo has traced is the model's whole forward pass. `others` has the names of backends
+    whose graphs are left alone: all except `inductor` and `aot_eager`. `ran` lists the forward graphs that have run:
+    the ids of their parameters, or None for a graph that is not the whole pass. The caller empties the list.
     """
 
     def __init__(
@@ -71,12 +68,15 @@ class GraphCompiler:
         self.ran: list[set[int] | None] = []
 
     def __call__(self, backend: Any, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Compile a graph; None if it is left to the backend."""
+        """Compile a graph; return None if the graph is left to the backend."""
         number = self._graphs
         self._graphs += 1
         whole_pass = self._whole_pass(module)
-        sender_of, ran = self._sender_of, self.ran  # the functions below stay as long as torch, and so not this object
-        are_tensors: list[bool] = []  # of the inputs: others are sizes
+        sender_of, ran = (
+            self._sender_of,
+            self.ran,
+        )  # the functions below live for good: they must not hold `self`
+        are_tensors: list[bool] = []  # for each input: whether it is a tensor and not a size
 
         def function_of(phase: str, module: fx.GraphModule, inputs: Sequence[Any], compile_piece: CompilePiece) -> Any:
             graph = GraphFunction(number, phase, module, inputs, compile_piece)
@@ -84,7 +84,7 @@ class GraphCompiler:
                 function = functools.partial(_run_backward, graph, sender_of, are_tensors)
             else:
                 are_tensors[:] = [hasattr(value, "stride") for value in inputs]
-                graph.compile_whole()  # at once: the backward graph is compiled for the strides of its results
+                graph.compile_whole()  # at once, because the backward graph is compiled for the strides of its results
                 function = functools.partial(_run_forward, graph, sender_of, ran, whole_pass)
             function._boxed_call = True  # pyrefly: ignore[missing-attribute]
             return function
@@ -102,7 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph, in pieces if updates may wait for messages: each has arrived before it is first read."""
+    """Run a forward graph. If updates may wait, it runs in pieces that wait only for the messages that they need."""
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)
@@ -130,9 +130,9 @@ def _run_forward(
 def _first_reads(
     graph: GraphFunction, sender: Sender, parameters: dict[int, nn.Parameter]
 ) -> tuple[tuple[int, ...], list[list[nn.Parameter]]]:
-    """Where to cut a forward graph: before the first read of each message, or of a later one.
+    """Return where to cut a forward graph, and the parameters that each piece reads first.
 
-    Also the parameters that each piece reads first.
+    There is a cut before the first read of a message, unless a parameter of a later message has been read before.
     """
     place = {node: i for i, node in enumerate(graph.in_order(sender.node_order))}
     reads = []
@@ -157,7 +157,7 @@ def _run_backward(
     are_tensors: Sequence[bool],
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a backward graph, in pieces if it is known who sends its gradients, which are handed over after each."""
+    """Run a backward graph; if the sender of its gradients is known, hand them over piece by piece."""
     parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []
@@ -179,7 +179,7 @@ def _run_backward(
 
 
 def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.Parameter | None]) -> tuple[int, ...]:
-    """Return where to cut a backward graph: after the last gradient of each message and all earlier ones."""
+    """Return where to cut a backward graph: after the last gradient of each message and all earlier messages."""
     nodes = graph.in_order(sender.node_order)
     place = {node: i for i, node in enumerate(nodes)}
     complete: dict[int, int] = {}
@@ -195,9 +195,9 @@ def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.P
 
 
 def _parameters(count: int, are_tensors: Sequence[bool]) -> list[nn.Parameter | None]:
-    """The parameters whose gradients the graph returns, which runs now as a node of a backward pass.
+    """Return the parameters whose gradients a graph returns. The graph is the node of the backward pass that runs now.
 
-    It returns something for each input of the forward graph; autograd knows those only that `are_tensors`.
+    The graph returns a value for each input of the forward graph, but autograd knows only the tensors (`are_tensors`).
     """
     node = current_node()
     ends = node.next_functions if node is not None else ()

@@ -1,7 +1,7 @@
-"""A forward or backward graph of a compiled model as a function: whole, in pieces, or node by node.
+"""Runs a forward or backward graph of a compiled model as a function: whole, in pieces, or node by node.
 
-[Note: recorded graphs] Inside `one_by_one`, a graph is not run as it was compiled,
-but node by node, so that a recorder sees each op, and knows the name of its node.
+[Note: recorded graphs] Inside `one_by_one`, a graph does not run as it was compiled, but node by node, so that a
+recorder sees each op and knows the name of its node.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["CompilePiece", "GraphFunction", "one_by_one"]
 
 _log = logging.getLogger("legato")
 #: `compile_piece(graph, inputs, whole)` compiles a graph, or a piece of one, for inputs like these.
-#: It also returns results like those that the piece will have; of a whole graph, none.
+#: For a piece, it also returns example results; for a whole graph, no examples.
 CompilePiece = Callable[[fx.GraphModule, Sequence[Any], bool], tuple[graphs.Boxed, Sequence[Any]]]
 
 
 class _OneByOne(threading.local):
-    """This thread's state: whether graphs run node by node (`wanted`), and the `node` that runs now."""
+    """The state of this thread: whether graphs run node by node (`wanted`), and the `node` that runs now."""
 
     wanted = False
     node = ""
@@ -35,7 +35,7 @@ one_by_one = _OneByOne()
 
 
 class _Recorded(fx.Interpreter):
-    """Runs a graph node by node; its ops are called `prefix`/node."""
+    """An interpreter that runs a graph node by node; the names of ops are `prefix`/node."""
 
     def __init__(self, module: fx.GraphModule, prefix: str) -> None:
         super().__init__(module)
@@ -47,7 +47,7 @@ class _Recorded(fx.Interpreter):
         try:
             return self.run(*values)
         finally:
-            self.env.clear()  # else autograd would copy the gradients, as another object holds them
+            self.env.clear()  # otherwise autograd would copy the gradients, because this object holds them
 
     def run_node(self, n: fx.Node) -> Any:
         one_by_one.node = f"{self._prefix}/{n.name}"
@@ -58,7 +58,7 @@ class _Recorded(fx.Interpreter):
 
 
 class GraphFunction:
-    """A forward or backward graph as a function, whole or cut; each way is compiled when it first runs."""
+    """A forward or backward graph as a function, whole or cut; each version is compiled when it first runs."""
 
     def __init__(
         self, number: int, phase: str, module: fx.GraphModule, inputs: Sequence[Any], compile_piece: CompilePiece
@@ -78,14 +78,15 @@ class GraphFunction:
         self._failed = False
 
     def in_order(self, node_order: tuple[str, ...]) -> list[fx.Node]:
-        """The nodes in the order in which they run."""
+        """Return the nodes in the order in which they run."""
         if node_order not in self._orders:
             of_graph: dict[str, list[str]] = {}
             for name in node_order:
                 graph, _, node = name.rpartition("/")
                 if graph.endswith(self.phase):
                     of_graph.setdefault(graph, []).append(node)
-            # Graphs may be compiled in another order than when the plan was made: their numbers say nothing.
+            # Graphs may be compiled in another order than when the plan was made, so their numbers do not identify
+            # them.
             mine = {node.name for node in self._module.graph.nodes}
             chosen = next((names for names in of_graph.values() if mine.issuperset(names)), ())
             if of_graph and not chosen:
@@ -94,15 +95,15 @@ class GraphFunction:
         return self._orders[node_order]
 
     def compile_whole(self) -> graphs.Boxed:
-        """The uncut graph as a function."""
+        """Compile the uncut graph if necessary, and return it as a function."""
         if self._whole is None:
             self._whole = self._compile_piece(_copy(self._module), self._inputs, True)[0]
         return self._whole
 
     def run_whole(self, args: list[Any]) -> Sequence[Any]:
-        """Run the uncut graph, compiled, or node by node while it is recorded.
+        """Run the uncut graph: compiled, or node by node while it is being recorded.
 
-        Pieces return results with the strides of the compiled one from then on.
+        Once the compiled graph has run, pieces return results with the same strides.
         """
         if one_by_one.wanted:
             return self._recorded(args)
@@ -122,11 +123,11 @@ class GraphFunction:
 
     @property
     def has_one_shape(self) -> bool:
-        """Return whether its sizes are constants."""
+        """Return whether the sizes in the graph are constants."""
         return all(hasattr(value, "stride") for value in self._inputs)
 
     def cut(self, node_order: tuple[str, ...], starts: tuple[int, ...]) -> list[graphs.Piece]:
-        """The pieces before which the nodes, sorted, have these indices; none if it cannot be cut, or is recorded."""
+        """Return the pieces that begin at these node indices; none if the graph cannot be cut, or is being recorded."""
         key = node_order, starts
         if one_by_one.wanted:
             return []
@@ -145,15 +146,15 @@ class GraphFunction:
         before: Callable[[int], None] = lambda _: None,
         after: Callable[[graphs.Piece, dict[fx.Node, Any]], None] = lambda *_: None,
     ) -> Sequence[Any]:
-        """Run it in pieces; `before(i)` is called before piece i, and `after(piece, values)` after each."""
+        """Run the graph in pieces; call `before(i)` before piece i, and `after(piece, values)` after each piece."""
         values = dict(zip(self.placeholders, args, strict=True))
         args.clear()
         graphs.run(pieces, values, before, after)
-        # The uncut graph may have laid out inputs anew that it returns, such as the weights of convolutions.
+        # The uncut graph may return inputs with a new memory layout, such as the weights of convolutions.
         return [_with_strides(values[o], self._wanted(o)) if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def _compile(self, piece: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> graphs.Boxed:
-        """Compile a piece, after those before it: they tell what its inputs will be like."""
+        """Compile a piece. The pieces before it must be compiled already, because they determine its inputs."""
         function, values = self._compile_piece(piece, [self._examples[n] for n in inputs], False)
         wanted = [self._wanted(n) for n in results]
         for node, value, strides in zip(results, values, wanted, strict=True):
@@ -167,7 +168,7 @@ class GraphFunction:
         return run
 
     def _wanted(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The strides that a result of a forward graph must have: the backward graph is compiled for them."""
+        """Return the strides that a forward graph's result must have for the backward graph; None for other results."""
         return self._strides.get(node) if self.phase == "forward" else None
 
 
@@ -178,7 +179,7 @@ def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """A module with a graph of its own, because compilation may change one."""
+    """Return a copy of the module with its own graph, because compilation may change the graph."""
     copied = copy.copy(module)
     copied.graph = copy.deepcopy(module.graph)
     return copied

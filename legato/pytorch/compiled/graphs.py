@@ -13,16 +13,15 @@ from torch import fx
 
 __all__ = ["Piece", "cut", "outputs", "run", "sort"]
 
-#: Takes the list of its inputs, which it may empty, and returns the outputs.
+#: A function that takes the list of its inputs, which it may empty, and returns the outputs.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some nodes of a graph, as a function of their own.
+    """A function that consists of some nodes of a graph.
 
-    `inputs` and `results` are nodes of the whole graph. `last` are the inputs
-    that nothing needs afterwards.
+    `inputs` and `results` are nodes of the whole graph. `last` has the inputs that no later piece needs.
     """
 
     run: Boxed
@@ -32,19 +31,18 @@ class Piece:
 
 
 def outputs(graph: fx.Graph) -> tuple[Any, ...]:
-    """Return a graph's outputs: nodes, and None where there is nothing."""
+    """Return a graph's outputs: nodes, and None for an output without a value."""
     (values,) = graph.output_node().args
     assert isinstance(values, Sequence)
     return tuple(values)
 
 
 def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
-    """The nodes between placeholders and output, in an order in which each follows its inputs.
+    """Return the nodes between placeholders and output, in an order in which each node follows its inputs.
 
-    Those that `order` names come in this order, if the graph allows it. Another
-    node comes right before the first one that needs it, or, if no named one does,
-    right after its inputs. Without an order, the graph's own is kept. The parts of a
-    result always come right after it.
+    Nodes that `order` names come in this order, if the graph allows it. Any other node comes right before the first
+    named node that needs it or, if no named node does, right after its inputs. Without an order, the graph's own order
+    is kept. The parts of a result always come right after it.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -60,7 +58,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
 
 def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes in their order, each with all that it needs, but placeholders, right before it."""
+    """Return the nodes in their order; all other nodes that a node needs, except placeholders, come right before it."""
     done: dict[fx.Node, None] = {}
     for first in nodes:
         stack = [first]
@@ -74,7 +72,7 @@ def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _with_parts(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes, with the parts that `getitem` takes from a result right after it."""
+    """Return the nodes; the parts that `getitem` takes from a result come right after it."""
     ordered: dict[fx.Node, None] = {}
     for node in nodes:
         stack = [node]
@@ -90,10 +88,11 @@ def cut(
     starts: Iterable[int],
     compile_piece: Callable[[fx.GraphModule, tuple[fx.Node, ...], tuple[fx.Node, ...]], Boxed],
 ) -> list[Piece]:
-    """Cut the nodes, which `sort` has put in order, before the indices `starts`, or after the parts of a result there.
+    """Cut the nodes, in the order of `sort`, before the indices `starts`, and return the pieces.
 
-    So only tensors, and no tuples of them, go from one piece to another.
-    `compile_piece(piece, inputs, results)` compiles a piece of which these nodes of the graph are inputs and results.
+    If a cut would separate a result from its parts, it is made after the parts, so that only tensors, and no tuples of
+    them, go from one piece to another. `compile_piece(piece, inputs, results)` compiles a piece; `inputs` and `results`
+    are nodes of the whole graph.
     """
     sizes = [n for n in module.graph.nodes if n.op == "placeholder" and not hasattr(n.meta.get("val"), "stride")]
     parts = _parts(nodes, starts)
@@ -113,26 +112,26 @@ def cut(
 
 
 def _needed(nodes: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """The other nodes that these need."""
+    """Return the other nodes that these nodes need."""
     return dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in nodes)
 
 
 def _parts(nodes: Sequence[fx.Node], starts: Iterable[int]) -> list[Sequence[fx.Node]]:
-    """Return the nodes from each start to the next, each result together with its parts."""
+    """Return the nodes from each start to the next; each result stays together with its parts."""
     ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
     bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
     return [nodes[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _last_users(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
-    """Return the last part that needs each node: -1 if none does, the number of parts if the node is returned."""
+    """Return the last part that needs each node: -1 if none does, the number of parts if the graph returns the node."""
     number = {node: i for i, part in enumerate(parts) for node in part}
     found = {n: max((number[u] for u in n.users if u in number), default=-1) for n in graph.nodes}
     return found | {value: len(parts) for value in outputs(graph) if isinstance(value, fx.Node)}
 
 
 def _copied(inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
-    """These nodes as a graph of their own, which takes the inputs and returns the results."""
+    """Return a copy of these nodes as a separate graph, which takes the inputs and returns the results."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,9 +1,9 @@
 """Checks before the first step that all ranks have the same model, plan and settings.
 
-[Note: agreement] Ranks with different models, plans or dtypes would hang, or
-silently add the wrong numbers. The ranks compare hashes of a description of what each has. If they
-differ, rank 0 broadcasts its own, every rank compares it with its own, and all
-ranks raise the first difference. Only JSON is exchanged; nothing is unpickled.
+[Note: agreement] Ranks with different models, plans or dtypes would hang, or silently add the wrong numbers. Each rank
+describes what it has, and the ranks compare hashes of these descriptions. If the hashes differ, rank 0 broadcasts its
+description, every rank compares it with its own, and all ranks raise the first difference. Only JSON is exchanged;
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = [
     "sum_tensors",
 ]
 
-#: Seconds after which a rank that waits for the others says so.
+#: The number of seconds after which a rank says that it waits for the other ranks.
 SAY_S = 20.0
 _MESSAGE_BYTES = 1024
 _BROADCAST_BYTES = 250 * 2**20
 
 
 def describe_model(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Describe what must be equal on all ranks: name of a fact -> its value on this rank."""
+    """Describe what must be equal on all ranks: a dictionary from the name of a fact to its value on this rank."""
     facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))
     facts["plan"] = f"{plan.scheduler} {identity(plan)}"
@@ -62,7 +62,7 @@ def describe_model(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
-    """Describe the settings of an optimizer that must be equal on all ranks, so that their weights stay equal."""
+    """Describe the settings of an optimizer that must be equal on all ranks to keep their weights equal."""
     facts = {"optimizer": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
         settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
@@ -86,13 +86,13 @@ def agree(facts: dict[str, str], group: Any) -> None:
 
 
 def raise_together(problem: str, group: Any) -> None:
-    """Raise `RankError` on every rank if any rank has a problem (an empty string stands for none)."""
+    """Raise `RankError` on every rank if any rank has a problem. An empty string means that there is no problem."""
     if said := first_said(problem, group):
         raise RankError(said)
 
 
 def first_said(problem: str, group: Any) -> str:
-    """Return, on every rank, the message of the first rank that has one, with its number; empty if none has."""
+    """Return, on every rank, the first rank that has a message, with this message; empty if no rank has one."""
     gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
         if said := text.rstrip(b"\0").decode(errors="replace"):
@@ -101,19 +101,19 @@ def first_said(problem: str, group: Any) -> str:
 
 
 def _gathered(mine: bytes, group: Any) -> list[bytes]:
-    """Return what all ranks give, which is equally long, in the order of the ranks."""
+    """Return the bytes of all ranks, in the order of the ranks. All ranks must pass equally many bytes."""
     tensor = _to_tensor(mine, group)
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     _wait_for_all(dist.all_gather(gathered, tensor, group=group, async_op=True), group)
     return list(map(_from_tensor, gathered))
 
 
-#: By group: how many collectives of `_gathered` have begun here.
+#: The number of collectives of `_gathered` that have begun on this rank, by group.
 _begun: dict[str, int] = {}
 
 
 def _wait_for_all(work: Any, group: Any) -> None:
-    """Wait for a collective that all ranks have to call; if it takes long, say which ranks are missing.
+    """Wait for a collective that all ranks must call; after `SAY_S` seconds, say which ranks are missing.
 
     Raises `RankError` if it fails, or takes longer than the group's timeout.
     """
@@ -141,7 +141,7 @@ def _wait_for_all(work: Any, group: Any) -> None:
         why = reason(error)
         with contextlib.suppress(RuntimeError):  # the store is gone
             until = time.monotonic() + ANSWER_S
-            while missing() and time.monotonic() < until:  # others may only be late
+            while missing() and time.monotonic() < until:  # other ranks may only be late
                 time.sleep(0.1)
             why = f"{missing() or 'all ranks have called it'}: {why}"
         raise RankError(f"rank {group.rank()}: {why}") from error
@@ -168,7 +168,7 @@ def gather_bytes(data: bytes, group: Any, wait: Callable[[Any], None]) -> list[b
 
 
 def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], None]) -> list[tuple[float, ...]]:
-    """Return the numbers of all ranks, in the order of the ranks; each rank gives the same number of them.
+    """Return the numbers of all ranks, in the order of the ranks. Every rank must pass equally many numbers.
 
     `wait` waits for the collective.
     """
@@ -187,7 +187,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None])
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
-    """Overwrite tensors with rank `source`'s: one collective for each dtype, device and 250 MiB.
+    """Overwrite tensors with the tensors of rank `source`, in one collective for each dtype, device and 250 MiB.
 
     `wait` waits for a collective.
     """
@@ -200,7 +200,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
 
 
 def sum_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
-    """Replace tensors by their sums over the ranks: one collective for each dtype, device and 250 MiB."""
+    """Replace tensors by their sums over the ranks, in one collective for each dtype, device and 250 MiB."""
     for part in _parts(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in part])
         wait(dist.all_reduce(flat, group=group, async_op=True))

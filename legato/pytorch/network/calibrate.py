@@ -1,16 +1,14 @@
-"""Measures what the collectives of a process group cost.
+"""Measures the costs of a process group's collectives.
 
-[Note: in a stream] Training sends one message after another, and packs the next
-one while the previous one is in flight. Calibration measures the same: it
-launches several messages in order through the runtime's own channel, and
-divides the time of all by their number.
+[Note: in a stream] Training sends one message after another, and packs the next one while the previous one is in
+flight. Calibration measures the same: it launches several messages in order through the runtime's own channel, and
+divides their total time by their number.
 
-[Note: what a floor hides] If a cost has a floor, the transfer of a large message
-hides the work of the hosts for it, and a line fitted to large messages has no
-alpha: partitioning them would seem free. It is not. In rehearsals of ResNet-50
-on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than
-predicted in this way (with a floor of 5.8 ms), which is an eighth of the floor
-for each message. So alpha is at least an eighth of the floor.
+[Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
+it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part costs
+time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than predicted
+in this way (with a floor of 5.8 ms), which is an eighth of the floor for each message. So alpha is at least an eighth
+of the floor.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ __all__ = ["Calibration", "Sample", "calibrate", "sizes_up_to"]
 #: Sizes of the measured messages, in bytes: from 1 KiB to 1 MiB in steps of four, then to 64 MiB in steps of two.
 SIZES = (*(2**k for k in range(10, 20, 2)), *(2**k for k in range(20, 27)))
 _SECONDS_PER_SIZE = 0.4
-#: Limits of a stream: number of messages, bytes and seconds of all together (but at least two messages).
+#: Limits of a stream: its number of messages, and their total bytes and seconds. (A stream has at least two messages.)
 _STREAM, _STREAM_BYTES, _STREAM_S = 8, 64 * 2**20, 2.0
-#: If a message takes this long, no larger ones are measured: their cost is linear.
+#: If a message takes longer than this, no larger messages are measured, because their cost is linear.
 _LONG_S = 1.0
 #: Size of the copy with which unpacking is measured, in bytes.
 _COPIED = 25 * 2**20
-#: The number of sends that are measured at once.
+#: The number of sends that are measured together.
 _SENDS = 32
 #: Alpha is at least this fraction of the floor (see [Note: what a floor hides]).
 _UNHIDDEN = 1 / 8
 
 
 def sizes_up_to(nbytes: int) -> tuple[int, ...]:
-    """The default sizes up to this one, and at least up to 1 MiB."""
+    """Return the default sizes up to `nbytes`, but at least those up to 1 MiB."""
     return tuple(size for size in SIZES if size <= max(nbytes, 2**20))
 
 
@@ -69,15 +67,15 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """Relative error of the fit."""
+        """Return the relative error of the fit."""
         return self.fitted_s / self.seconds - 1
 
 
 class Calibration(msgspec.Struct, frozen=True):
     """A cluster for the planner, and the measurements to which it was fitted.
 
-    `compute_s` is the time of the computation alone during which messages were measured: the median, each time on the
-    slowest rank; 0 without.
+    `compute_s` is how long the computation alone takes, in seconds, or 0 if messages were not measured during
+    computation. This time is the median over all repetitions, each timed on its slowest rank.
     """
 
     cluster: Cluster
@@ -86,12 +84,12 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def median_error(self) -> float:
-        """Median of the absolute relative errors of the fit."""
+        """Return the median of the absolute relative errors of the fit."""
         return statistics.median(abs(s.error) for s in self.samples)
 
     @property
     def worst_error(self) -> float:
-        """Maximum of the absolute relative errors of the fit."""
+        """Return the maximum of the absolute relative errors of the fit."""
         return max(abs(s.error) for s in self.samples)
 
 
@@ -106,31 +104,29 @@ def calibrate(
 ) -> Calibration:
     """Measure all-reduce on all ranks of a process group, and fit alpha + beta * bytes.
 
-    Every rank has to call it, and gets the same result.
+    Every rank must call it, and gets the same result.
 
-    The backend's own all-reduce is measured first, under the backend's name
-    (`gloo`, `nccl`), which makes it the cluster's default; then `collectives`,
-    which are made of sends and receives over gloo (`legato.collectives`),
-    each in `depths` chunks. They take turns, so that a disturbance affects all of
-    them. Over gloo, it also measures how long a send keeps its sender busy
-    (`Cluster.send_s`). The time of a repetition is that
-    of its slowest rank; the time of a size is the median of its repetitions. On
-    a slow network the largest sizes are skipped.
+    The backend's own all-reduce is measured under the backend's name (`gloo`, `nccl`), and becomes the cluster's
+    default. Each of `collectives`, which consist of sends and receives over gloo (`legato.collectives`), is measured in
+    one chunk and in `depths` chunks. All collectives take turns, so that a disturbance affects all of them. Over gloo,
+    calibration also measures how long a send keeps its sender busy (`Cluster.send_s`). The time of a repetition is the
+    time on its slowest rank; the time of a size is the median of its repetitions. On a slow network the largest sizes
+    are skipped.
 
     Args:
-        process_group: the ranks to measure; None stands for all.
+        process_group: the ranks to measure; with None, all ranks.
         sizes: bytes of the messages, at least two different sizes of at least 4 bytes.
         collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
-        depths: numbers of chunks in which these are measured, besides one chunk.
-        compute: computation as in training, for some milliseconds or more, on every rank: with it, measure
-            how much messages and computation slow each other down (`legato.pytorch.network.contention`). On other
-            devices than the CPU, the contention that is measured, with or without it, is packing alone; on a CPU,
-            there is none without it.
+        depths: numbers of chunks in which these collectives are measured, in addition to one chunk.
+        compute: a function that computes as in training, for some milliseconds or more, on every rank. On a CPU,
+            `compute` serves to measure how much messages and computation slow each other down
+            (`legato.pytorch.network.contention`); without it, the cluster has no contention. On other devices, only
+            packing is measured, with or without `compute`.
         progress: called as `progress(done, total)` after each size, and after each measurement during computation.
 
     Raises:
-        InputError: no process group is initialized, or `sizes` or `depths` are not as described.
-        PlanError: a collective that the runtime cannot carry out.
+        InputError: no process group is initialized, or `sizes` or `depths` are invalid.
+        PlanError: the runtime cannot run one of the collectives.
     """
     _check(sizes, depths)
     group: Any = process_group if process_group is not None else dist.group.WORLD
@@ -182,7 +178,7 @@ def _measured(
     group: Any,
     progress: Callable[[int, int], None] | None,
 ) -> list[list[tuple[int, float]]]:
-    """The bytes and seconds of each kind of message, up to sizes that take long."""
+    """Return (bytes, seconds) for each kind of message and size. Sizes that would take too long are skipped."""
     measured: list[list[tuple[int, float]]] = [[] for _ in messages]
     for i, nbytes in enumerate(sizes):
         count = _stream(nbytes, [points[-1] for points in measured if points])
@@ -202,14 +198,14 @@ def _separate_group(group: Any) -> Any:
 
 
 def _stream(nbytes: int, before: Sequence[tuple[int, float]]) -> int:
-    """The number of messages of a size in a stream, given the cost of smaller ones as (bytes, seconds)."""
+    """Return the number of messages of a size in a stream, given the (bytes, seconds) of smaller messages."""
     expected_s = max((seconds * nbytes / size for size, seconds in before if size <= nbytes), default=0.0)
     fits = [_STREAM_BYTES // nbytes, *([int(_STREAM_S / expected_s)] if expected_s else [])]
     return min(_STREAM, max(2, min(fits)))
 
 
 def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
-    """Median seconds of each function, which take turns; the same on all ranks."""
+    """Return the median seconds of each function, the same on all ranks; the functions take turns."""
     device = group_device(group)
     for do in once:
         do()
@@ -227,7 +223,7 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
     start = clock.now()
     works = [channel(first, message)]
     for buffer in rest:
-        torch.mul(gradient, 0.5, out=buffer)  # as the runtime packs it
+        torch.mul(gradient, 0.5, out=buffer)  # the runtime packs a message in this way
         works.append(channel(buffer, message))
     for work in works:
         work.wait()
@@ -235,20 +231,20 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
 
 
 def _unpack_s_per_byte(group: Any) -> float:
-    """The cost of copying a received message into new gradients, while all ranks copy."""
+    """Return the seconds per byte of copying a received message into new gradients, while all ranks copy."""
     message = torch.ones(_COPIED // 4, device=group_device(group))
     return _s_per_byte(lambda: torch.empty_like(message).copy_(message), group)
 
 
 def _pack_s_per_byte(group: Any) -> float:
-    """The cost of copying gradients into a message, divided by the number of ranks, while all ranks copy."""
+    """Return the seconds per byte of packing (gradients divided by the number of ranks), while all ranks pack."""
     gradients = torch.ones(_COPIED // 4, device=group_device(group))
     message = torch.empty_like(gradients)
     return _s_per_byte(lambda: torch.mul(gradients, 0.5, out=message), group)
 
 
 def _s_per_byte(copy: Callable[[], object], group: Any) -> float:
-    """Seconds per byte of a function that copies `_COPIED` bytes, on the slowest rank."""
+    """Return the seconds per byte of a function that copies `_COPIED` bytes, on the slowest rank."""
     clock = clock_for(group_device(group))
 
     def once() -> float:
@@ -262,7 +258,8 @@ def _s_per_byte(copy: Callable[[], object], group: Any) -> float:
 def _send_s(group: Any) -> float | None:
     """Return the seconds between small sends to one neighbour while the other neighbour sends to this rank.
 
-    None on one rank, and where a backend sends on a device, whose queue would be measured.
+    Returns None if there is only one rank, or if the backend sends on a device, because the device's queue would be
+    measured instead.
     """
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     if len(ranks) == 1 or group_device(group).type != "cpu":
@@ -275,7 +272,7 @@ def _send_s(group: Any) -> float | None:
         start = time.perf_counter()
         sending = [dist.isend(small, after, group=group) for _ in receiving]
         for work in (*sending, *receiving):
-            assert work is not None  # every rank is one of the group
+            assert work is not None  # every rank belongs to the group
             work.wait()
         return (time.perf_counter() - start) / _SENDS
 

@@ -1,17 +1,17 @@
-"""The channel: carries messages out one after another, in the order in which they are launched.
+"""The channel: runs messages one after another, in the order in which they are launched.
 
-docs/runtime.md ("What gloo needs") says why one at a time. Over gloo, messages go through
-a separate backend with one thread; other backends (NCCL) keep the order anyway.
+docs/runtime.md ("What gloo needs") explains why messages run one at a time. Over gloo, messages go through a separate
+backend with one thread; other backends (NCCL) keep the order anyway.
 
-[Note: rounds] A collective that is made of sends and receives (docs/collectives.md) needs a thread that
-starts its next round when bytes arrive. While it has work, every message goes to it, including the
-backend's own all-reduces, and before its first message it waits for what the backend still has to do.
-The thread ends with the channel. A process that ends waits for it, unless a message has failed: a send
-to a rank that is gone can take the whole timeout to fail.
+[Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a thread that starts its
+next round when bytes arrive. While this thread has work, every message goes to it, including the backend's own
+all-reduces. Before its first message, the thread waits for the message that the backend is still running. The thread
+ends with the channel. At its end, a process waits for the thread, unless a message has failed: a send to a rank that is
+gone can take the whole timeout to fail.
 
-[Note: residuals] Error feedback has to know what the additions of a collective round
-off. gloo's own all-reduce does not tell, and so a ring of sends and receives takes its
-place. Other backends do not tell either, and there the roundings of the sum are lost.
+[Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
+report this, so a ring of sends and receives replaces it. Other backends do not report it either; with them, the
+rounding errors of the sum are lost.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from legato.pytorch.network.threads import batch_policy_threads
 
 __all__ = ["Channel", "channel_for", "check_message"]
 
-#: The collective over gloo of what gloo's own all-reduce cannot do, if the plan names none.
+#: The default collective for messages over gloo that gloo's own all-reduce cannot send.
 _OWN = "ring"
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Channel(Protocol):
-    """Carries messages out in the order in which they are launched."""
+    """Runs messages in the order in which they are launched."""
 
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         """Launch a message on a flat buffer, in place, and return the work to wait for.
 
-        What this rank's additions round off is added to `residual`, of float32, as far as it is known.
+        What this rank's additions round off is added to `residual` (float32), if the collective reports it.
         """
 
     def give_up(self) -> None:
-        """Note that a message has failed: the process can end without waiting for messages in flight."""
+        """Note that a message has failed, so that the process can end without waiting for messages in flight."""
 
 
 def channel_for(group: Any) -> Channel:
-    """Create the channel of a process group, at most once for each group; all of its ranks have to call this."""
+    """Create the channel of a process group. All of its ranks must call this, and only once for each group."""
     return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
 def check_message(message: Message, name: str, backend: str) -> None:
-    """Raise `PlanError` unless a channel over this backend carries out the message; `name` is its name in the error."""
+    """Raise `PlanError` unless a channel over this backend can run the message, which the error calls `name`."""
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":
@@ -108,12 +108,12 @@ class _GlooChannel:
     def __init__(self, group: Any) -> None:
         timeout = group_timeout(group, torch.device("cpu"))
         self._gloo = _gloo(group, timeout)
-        dist.barrier(group)  # a rank that refuses its plan must not leave while another still connects to it
+        dist.barrier(group)  # a rank that refuses its plan must not leave while another rank is still connecting to it
         self._steps = Collectives(self._gloo, timeout)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._last: Any = None  # the message launched last
+        self._last: Any = None  # the work of the last message
 
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         busy = isinstance(self._last, _QueuedWork) and not self._last.is_completed()
@@ -139,7 +139,7 @@ class _GlooChannel:
         return _QueuedWork(future)
 
     def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
-        """Carry out a message, on the thread, after all messages launched before it."""
+        """Run a message, on the thread, after all messages that were launched before it."""
         if self._failed.is_set():
             raise RuntimeError("not sent, because a message before it has failed")
         try:
@@ -156,14 +156,14 @@ class _GlooChannel:
         steps, stream = _steps_of(message) or (None if residual is None else _OWN), current_stream(buffer.device)
         if steps is None:
             self._gloo.allreduce([buffer]).wait()
-        else:  # on an accelerator, what is sent is a copy on the host
+        else:  # on an accelerator, a copy on the host is sent
             host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
             self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
             if stream is not None:
                 buffer.copy_(host)
                 if residual is not None and host_residual is not None:
                     residual.copy_(host_residual)
-        if stream is not None:  # no stream of the training waits for this one
+        if stream is not None:  # needed because no stream of the training waits for this one
             stream.synchronize()
 
 
@@ -181,7 +181,7 @@ class _QueuedWork:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done. Raises `RuntimeError` if it has failed, or is not done within `timeout`."""
+        """Wait until the message is done. Raises `RuntimeError` if it has failed, or is not done within `timeout`."""
         try:
             self._future.result(timeout.total_seconds() if timeout else None)
         except _Timeout:
@@ -199,12 +199,12 @@ _Job = tuple[Future[None], Callable[[], None]]
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """Run one job after another, on the thread, until a None."""
+    """Run one job after another, on the thread, until the queue yields None."""
     while (job := jobs.get()) is not None:
         future, do = job
         try:
             do()
-        except BaseException as error:  # raised again where someone waits for the message
+        except BaseException as error:  # raised again by the code that waits for the message
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -218,7 +218,7 @@ def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, failed:
 
 
 def _gloo(group: Any, timeout: timedelta) -> Any:
-    """A separate gloo backend between the ranks of a group."""
+    """Return a separate gloo backend between the ranks of a group."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store = PrefixStore(f"legato/{group.group_name}", default_store())
     with batch_policy_threads():

@@ -1,21 +1,17 @@
-"""Collectives made of sends and receives, in chunks, on one thread.
+"""Collectives that consist of sends and receives, in chunks, on one thread.
 
-`legato.collectives` defines the rounds of each collective. This module runs them
-on one flat tensor, in place, over the point-to-point operations of a gloo backend.
-Split into `depth` chunks, a message keeps the network and the processor busy at
-the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` prices
-it): the parts of a chunk are sent as soon as its last sum is complete, while the
-next chunk is added up.
+`legato.collectives` defines the rounds of each collective. This module runs these rounds on one flat tensor, in place,
+over the point-to-point operations of a gloo backend. A message that is split into `depth` chunks keeps the network and
+the processor busy at the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` predicts its cost): the
+parts of a chunk are sent as soon as its last sum is complete, while the next chunk is added up.
 
-[Note: receives first] gloo moves bytes when both ends have posted the transfer,
-so all receives of a message are posted before its first send. Summands are
-received into scratch memory. Results are received directly into their place: a part
-that comes back complete contains what this rank has sent, so that the other end has
-received that before.
+[Note: receives first] gloo moves bytes when both ends have posted the transfer, so all receives of a message are posted
+before its first send. Summands are received into scratch memory. Results are received directly into their place. A
+received result overwrites nothing that is still to be sent: it contains this rank's contribution, so the other end has
+received that already.
 
-[Note: tags] A rank numbers the rounds and chunks of all its messages
-consecutively. All ranks carry out the same messages in the same order, so both
-ends of a transfer have the same number, and no other transfer in flight has it.
+[Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
+the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ _TAGS = 2**30
 
 
 class Collectives:
-    """One rank's part in collectives over a gloo backend; all ranks run the same ones in the same order."""
+    """One rank's part in collectives over a gloo backend. All ranks must run the same collectives in the same order."""
 
     def __init__(self, gloo: Any, timeout: timedelta) -> None:
         self._gloo = gloo
@@ -49,15 +45,13 @@ class Collectives:
     def carry_out(
         self, tensor: Tensor, kind: Kind, collective: str, depth: int, residual: Tensor | None = None
     ) -> None:
-        """Sum a flat tensor over all ranks, in place, or carry out one half of that.
+        """Sum a flat tensor over all ranks, in place, or run one half of this all-reduce.
 
-        `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the
-        number of chunks. After a reduce_scatter, each rank holds the sum of its
-        own parts; an all_gather of the same collective, depth and wire format
-        completes it. What the additions of this rank round off is added to
-        `residual`, in float32: the sum over all ranks is what the result lacks.
-        Returns when this rank is done. Raises `RuntimeError` if a peer is gone,
-        or does not respond within the process group's timeout.
+        `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the number of chunks. After a
+        reduce_scatter, each rank holds the sum of its own parts; an all_gather of the same collective, depth and wire
+        format completes the all-reduce. What this rank's additions round off is added to `residual`, in float32; the
+        sum of these residuals over all ranks is the error of the result. Returns when this rank is done. Raises
+        `RuntimeError` if a peer is gone, or does not respond within the process group's timeout.
         """
         algorithm, ranks = COLLECTIVES[collective], self._gloo.size()
         parts, (reduce, distribute) = algorithm.rounds(ranks).parts, steps(algorithm, self._gloo.rank(), ranks)
@@ -87,7 +81,7 @@ class Collectives:
 
 
 class _MessageRun:
-    """The transfers of one message; a turn is one round (r) of one chunk (c)."""
+    """The transfers of one message. A turn is one round (r) of one chunk (c)."""
 
     def __init__(
         self, gloo: Any, chunks: list[Tensor], residuals: list[Tensor], parts: int, first_tag: int, deadline: float
@@ -135,7 +129,7 @@ class _MessageRun:
         ]
 
     def _finish(self, r: int, c: int) -> None:
-        """Wait for the receives of a turn, and add them up."""
+        """Wait for the receives of a turn, and add up what they received."""
         if self._rounds[r].overwrites:
             self._wait_all(self._sends.pop((r, c)))
         for work, taken, into in self._receives.pop((r, c)):
@@ -146,12 +140,12 @@ class _MessageRun:
                 place = self._place(c, taken)
                 exact = place.float().add_(into)
                 place.copy_(exact)
-                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
+                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # 0 after an overflow
                 residual = _part(self._residuals[c], taken.start, taken.stop, self._parts)
                 residual.add_(rounded_off, alpha=1 / self._alike(r))
 
     def _alike(self, r: int) -> int:
-        """The number of ranks that make the same additions as this one in round r: a swap doubles it."""
+        """Return how many ranks make the same additions as this rank in round r; each swap doubles the number."""
         return 1 << sum(step.overwrites for step in self._rounds[: r + 1])
 
     def _wait_all(self, works: list[Any]) -> None:
@@ -168,6 +162,6 @@ class _MessageRun:
 
 
 def _part(tensor: Tensor, start: int, stop: int, parts: int) -> Tensor:
-    """Parts `start` to `stop` (exclusive) of a flat tensor that is divided into `parts` of nearly equal size."""
+    """Return parts `start` to `stop` (exclusive) of a flat tensor, which has `parts` parts of nearly equal size."""
     n = tensor.numel()
     return tensor[n * start // parts : n * stop // parts]

@@ -1,9 +1,9 @@
 """Measures how messages and computation slow each other down on the machine of each rank (docs/contention.md).
 
-A number of messages of one size is launched at once. While they go out one after another, the worker
-computes. How many have arrived by the end of the computation tells how much each was delayed. How much
-of the messages' processor time was lost to computation is one number for all sizes: the median of
-(seconds longer / processor seconds for messages).
+Several messages of one size are launched at once, and the worker computes while they run one after another. The number
+of messages that arrive before the computation ends shows how much each message was delayed. The part of the messages'
+processor time that was lost to computation is one number for all sizes: the median of (additional seconds of
+computation / processor seconds of messages).
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ __all__ = ["Beside", "Contended", "fit_contention", "measure_contention"]
 
 #: Sizes of the messages during computation, in bytes.
 SIZES = (2**16, 2**20, 2**22, 2**24)
-#: A size is left out if one message of it takes longer than this.
+#: A size is left out if a message of this size takes longer than this number of seconds.
 _LONG_S = 0.4
-#: The computation is repeated until it takes at least this long.
+#: The computation is repeated until it takes at least this number of seconds.
 _LEAST_S = 0.01
 #: The number of messages of a size that should arrive while the worker computes.
 _ARRIVALS = 4
-#: Repetitions of each size, in turns.
+#: The number of measurements of each size; the sizes take turns.
 _REPEATS = 4
-#: Most messages that are in flight or wait, and most repetitions of the computation meanwhile.
+#: The greatest number of messages that are launched at once, and of repetitions of the computation meanwhile.
 _MOST, _MOST_TIMES = 2048, 1000
-#: Messages cost computation their processor time, and a little more for memory and caches that they share.
+#: The greatest loss: messages slow computation down by their processor time, and a little more for shared memory and
+#: caches.
 _MOST_LOST = 1.5
-#: Bytes of the memory of all messages together, or of two of them.
+#: Bytes of memory for all messages together (but there is always memory for two).
 _MEMORY = 64 * 2**20
 
 _MESSAGE = Message((Slice("measured", 0, 4),))
 
 
 class Contended(msgspec.Struct, frozen=True):
-    """One measurement: seconds of the slowest rank, and processor time averaged over the ranks.
+    """One measurement: seconds on the slowest rank, and processor time averaged over the ranks.
 
-    Computation that takes `alone_s` took `beside_s` while messages of `nbytes` bytes were in flight. Each of them took
-    `message_s`, and `processor_s` of the processor.
+    Computation that takes `alone_s` took `beside_s` while messages of `nbytes` bytes were in flight. Each message took
+    `message_s`, and `processor_s` of processor time.
     """
 
     nbytes: int
@@ -59,7 +60,7 @@ class Contended(msgspec.Struct, frozen=True):
 
     @property
     def lost(self) -> float:
-        """The part of the processor time of messages that was lost to computation."""
+        """Return the part of the messages' processor time that was lost to computation."""
         taken_s = self.processor_s * self.beside_s / self.message_s
         return (self.beside_s - self.alone_s) / taken_s if taken_s > 0 else 0.0
 
@@ -69,7 +70,7 @@ class Beside:
 
     def __init__(self, channel: Channel, nbytes: int, count: int) -> None:
         self._channel, self._count = channel, count
-        # As in training, messages are of different memory, which is no longer in the processor's caches.
+        # As in training, messages use different memory, which is no longer in the processor's caches.
         self._buffers = [torch.ones(nbytes // 4) for _ in range(max(2, min(count, _MEMORY // nbytes)))]
         self._arrived: list[float] = []
 
@@ -81,7 +82,7 @@ class Beside:
             work.get_future().add_done_callback(lambda _: self._arrived.append(time.perf_counter()))
 
     def end(self) -> tuple[float, float]:
-        """Wait for all messages; return the seconds since `begin()`, in all and per message."""
+        """Wait for all messages; return the seconds since `begin()`, in total and per message."""
         ended = time.perf_counter()
         for work in self._works:
             work.wait()
@@ -99,11 +100,11 @@ def measure_contention(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Contention, float]:
-    """Measure during `compute()`, which computes for some milliseconds or more, on all ranks together.
+    """Measure messages during `compute()`, on all ranks together. `compute()` should take some milliseconds or more.
 
-    `cluster` has the costs of messages alone; `pack_s_per_byte` is for packing. Returns the contention, which is
-    the same on all ranks, and the seconds of `compute()` alone: the median, each time on the slowest rank, for which
-    the others wait in training.
+    `cluster` has the costs of messages alone; `pack_s_per_byte` is the cost of packing. Returns the contention, which
+    is the same on all ranks, and the seconds of `compute()` alone. These seconds are the median over repetitions, each
+    timed on its slowest rank, because the other ranks wait for this rank in training.
     """
     cost = cluster.cost()
     compute()
@@ -115,7 +116,7 @@ def measure_contention(
         nbytes = sizes[k % len(sizes)]
         wanted_s = max(_ARRIVALS * cost.cost(nbytes), _LEAST_S)
         times = max(1, min(_MOST_TIMES, math.ceil(wanted_s / max(alone_s, 1e-9))))
-        # enough for all of the computation, even if it takes twice as long
+        # enough messages for the whole computation, even if it takes twice as long
         count = min(_MOST, 2 + int(2 * times * alone_s / cost.cost(nbytes)))
         dist.barrier(group)
         alone = [_timed(compute) for _ in range(times)]
@@ -138,8 +139,8 @@ def measure_contention(
 def fit_contention(samples: Sequence[Contended], cost: LinearCost, pack_s_per_byte: float = 0.0) -> Contention:
     """Fit the delay and the overhead of messages to measurements of at least one size.
 
-    Of each size the medians count. The delay is what the fitted time during
-    computation is above `cost`, the cost of messages alone.
+    For each size, the medians of its measurements are used. The delay is the difference between the fitted time during
+    computation and `cost`, the cost of messages alone.
     """
     beside, processor = [], []
     for size in sorted({sample.nbytes for sample in samples}):
@@ -163,21 +164,21 @@ def _line(points: Sequence[tuple[int, float]]) -> LinearCost:
 
 
 def _timed(compute: Callable[[], object]) -> tuple[float, float]:
-    """The seconds that it takes, and the processor seconds of the process."""
+    """Return the seconds that `compute()` takes, and the processor seconds of the process."""
     start, used = time.perf_counter(), time.process_time()
     compute()
     return time.perf_counter() - start, time.process_time() - used
 
 
 def _mean(values: Sequence[float], group: Any) -> list[float]:
-    """The averages over all ranks."""
+    """Return the averages over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=group)
     return [float(x) for x in total / dist.get_world_size(group)]
 
 
 def _slowest(values: Sequence[float], group: Any) -> list[float]:
-    """The largest values of all ranks: in training, all wait for the slowest."""
+    """Return the largest values of all ranks, because all ranks wait for the slowest in training."""
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return [float(x) for x in largest]

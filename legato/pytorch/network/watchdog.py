@@ -1,8 +1,8 @@
-"""The watchdog: when a message fails, it finds out which ranks are missing and what the others are doing.
+"""The watchdog: when a message fails, it finds out which ranks are missing and what the other ranks are doing.
 
-docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the
-process group's store, reports there, and answers. Only the thread accesses the store: if the store hangs too
-(rank 0 hosts it, unless torchrun does), the rank still ends in time.
+docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the process group's
+store, writes reports to it, and answers there. Only this thread accesses the store: if the store hangs too (rank 0
+hosts it, unless torchrun does), the rank still ends in time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from legato.pytorch._private import PrefixStore, default_store
 __all__ = ["ANSWER_S", "FlightRecorder", "Watchdog", "reason"]
 
 POLL_S = 0.5
-#: How long a failing rank waits for the answers of the others, once.
+#: The number of seconds that a failing rank waits, once, for the answers of the other ranks.
 ANSWER_S = 4.0
 _FAILED = "failed as well"
 _MAIN = threading.main_thread()
@@ -39,8 +39,8 @@ _MAIN = threading.main_thread()
 class Watchdog:
     """Waits for collectives on behalf of one rank, and explains their failures.
 
-    `status()` returns in words what the rank is doing; the thread calls it. `name` is the same on all ranks, and of no
-    other watchdog; None stands for the group's.
+    `status()` describes what the rank is doing; the watchdog's thread calls it. `name` must be the same on all ranks,
+    and different from every other watchdog's. If `name` is None, the group's name is used.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Watchdog:
         self._store: Any = PrefixStore(f"legato/watch/{name or group.group_name}", default_store().clone())
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
-        self.passes = 0  # backward passes that have begun here
-        self._meetings, self._meeting = 0, ""  # calls that all ranks have to make; what the thread reports of the last
+        self.passes = 0  # the number of backward passes that have begun on this rank
+        self._meetings, self._meeting = 0, ""  # the number of calls of `meet`, and the report of the last one
         self._answers: dict[int, str] = {}
-        self._missing: list[int] = []  # who did not answer another rank
+        self._missing: list[int] = []  # the ranks that did not answer another rank
         self._store_lost = self._left = False
         self._wake, self._asked = threading.Event(), threading.Event()
         self._raised: RankError | None = None
@@ -67,17 +67,15 @@ class Watchdog:
 
     @property
     def failed(self) -> bool:
-        """Return whether a collective failed, here or on another rank."""
+        """Return whether a collective has failed on any rank."""
         return self._raised is not None or bool(self._seen)
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective; unlike `work.wait()`, this ends at Ctrl-C and at another rank's failure.
+        """Wait for a collective. Unlike `work.wait()`, this ends at Ctrl-C and when another rank fails.
 
-        Raises `RuntimeError` if the collective failed, or another rank reported
-        a failure.
+        Raises `RuntimeError` if the collective failed, or another rank reported a failure.
 
-        [Note: NCCL] Without a timeout, its `wait` only orders streams and does
-        not block, so it is called as it is.
+        [Note: NCCL] Without a timeout, NCCL's `wait` only orders streams and does not block, so it is called directly.
         """
         if not self._waits_can_be_cut:
             work.wait()
@@ -97,13 +95,13 @@ class Watchdog:
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # raises the real error
+            work.wait()  # this raises the real error
         return True
 
     def meet(self, what: str) -> None:
-        """Note that this rank begins `what`, which waits for all others; one that begins another backward pass fails.
+        """Note that this rank begins `what`, which waits for all ranks; a rank fails if it begins a backward pass.
 
-        [Note: meetings] The rank tells, through its thread, which call of this kind it is in, and after how many
+        [Note: meetings] Through its thread, the rank publishes which call of this kind it is in, and after how many
         backward passes. A rank that has made fewer calls after more passes will never come.
         """
         self._meetings += 1
@@ -127,7 +125,7 @@ class Watchdog:
         return self._raised
 
     def _verdict(self) -> str:
-        """Describe the other ranks, at most eight: those that do not answer first, then those that are elsewhere."""
+        """Describe up to eight other ranks: first the ranks that do not answer, then those that do something else."""
         if self._store_lost and not self._missing:
             return "no rank could be asked: the store is gone, and with it rank 0, unless torchrun hosts it; "
         silent = self._missing or [r for r in range(self.size) if r != self.rank and r not in self._answers]
@@ -178,14 +176,14 @@ class Watchdog:
             missing = [r for r in missing if r not in self._answers]
             time.sleep(0.05)
         self._asked.set()
-        if missing:  # those who go on must not have to ask: the store may end with this rank
+        if missing:  # the store may end with this rank, so tell the surviving ranks now
             self._store.set("missing", json.dumps(missing))
             heard = [f"heard/{r}" for r, answer in self._answers.items() if answer != _FAILED]
             while heard and not self._store.check(heard) and time.monotonic() < deadline + ANSWER_S:
                 time.sleep(0.05)
 
     def explain(self) -> str:
-        """Why the process ends, if it does because the network failed in DDP or the program itself; or nothing."""
+        """Return why the process ends, if the network failed in DDP or in the program itself; else an empty string."""
         error = _last_error()
         if self._raised is not None or isinstance(error, LegatoError) or not isinstance(error, RuntimeError):
             return ""
@@ -209,17 +207,17 @@ class Watchdog:
 
 
 _last_status: Any = None
-#: What errors of communication say, of whichever backend or store.
+#: Words in the communication errors of all backends and stores.
 _NETWORK = re.compile(r"gloo|nccl|store|connection|socket|timed? ?out|broken pipe", re.IGNORECASE)
 
 
 def _last_error() -> BaseException | None:
-    """The error with which the process ends."""
+    """Return the error with which the process ends, or None."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _note_exits() -> None:
-    """Note the status of `sys.exit()` from now on; when the interpreter ends, nothing else tells it."""
+    """Note the status of `sys.exit()` from now on, because it cannot be found out when the interpreter ends."""
     plain: Any = sys.exit
     if getattr(plain, "_legato_notes", False):
         return
@@ -238,11 +236,11 @@ _watches: set[_Watch] = set()
 
 
 class _Watch(threading.Thread):
-    """Polls the store until the watchdog or the store is gone, or a failure was reported.
+    """The thread that polls the store until the watchdog or the store is gone, or a failure was reported.
 
-    [Note: exits] A thread that is inside the store when the interpreter ends aborts
-    the process, so the process waits for its threads before it ends. A store that
-    hangs does not make it wait for ever, so these are daemons all the same.
+    [Note: exits] If such a thread is using the store when the interpreter ends, the process aborts. So the process
+    waits for these threads before it ends, for `ANSWER_S` seconds. The threads are daemons nevertheless, so that a
+    store that hangs does not keep the process from ending.
     """
 
     def __init__(self, watchdog: Watchdog, wake: threading.Event) -> None:
@@ -255,7 +253,7 @@ class _Watch(threading.Thread):
         while goes_on:
             self.wake.wait(POLL_S)
             goes_on = self._look()
-        if self.of() is None:  # else what it knows may still explain how the process ends
+        if self.of() is None:  # otherwise, the watchdog may still explain how the process ends
             _watches.discard(self)
 
     def _look(self) -> bool:
@@ -289,13 +287,13 @@ def _leave() -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error, without the source file and the advice that gloo adds."""
+    """Return the first line of an error, without the source file and the advice that gloo adds."""
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return re.sub(r"^\[[^]]*/gloo/[^]]*\] |\. This is typically caused by .*$", "", line)
 
 
 def _current_line() -> str:
-    """The line of the script at which the main thread is."""
+    """Return the line of the script at which the main thread is."""
     frame = sys._current_frames().get(_MAIN.ident or 0)
     lines = traceback.extract_stack(frame) if frame else []
     return _line(lines)
@@ -313,18 +311,17 @@ def _line(frames: Any) -> str:
     return ""
 
 
-#: Number of events that are kept; recording one takes well under a microsecond.
+#: The number of events that are kept. Recording an event takes well under a microsecond.
 EVENTS = 2000
 
 
 class FlightRecorder:
     """Keeps the last events of one rank: beginnings and ends of backward passes, launches and arrivals of messages.
 
-    The file consists of JSON lines: the failure first, then one event per line,
-    oldest first, `{"time", "event", "pass", "message", "label"}`; `time` is in
-    seconds since the epoch, `pass` counts backward passes that send, from 1. It
-    is written to `directory`, or `$LEGATO_FLIGHT_DIR`, or the system's directory
-    for temporary files.
+    The file consists of JSON lines: first the failure, then one event per line, oldest first, `{"time", "event",
+    "pass", "message", "label"}`. `time` is in seconds since the epoch; `pass` counts the backward passes that send,
+    from 1. The file is written to `directory`, or to `$LEGATO_FLIGHT_DIR`, or else to the system's directory for
+    temporary files.
     """
 
     def __init__(self, rank: int, directory: str | os.PathLike[str] | None = None) -> None:
@@ -337,7 +334,7 @@ class FlightRecorder:
         self._events.append((time.time(), event, number, message, label))
 
     def write(self, reason: str, others: Mapping[int, str]) -> str:
-        """Write the record, and return its path, or why there is none. Never raises, so as not to hide a failure."""
+        """Write the record; return its path, or why there is none. Never raises, so that no failure is hidden."""
         path = self._directory / f"legato-flight-rank{self.rank}-{os.getpid()}.jsonl"
         lines = [{"time": time.time(), "rank": self.rank, "failure": reason, "others": dict(others)}]
         lines += [

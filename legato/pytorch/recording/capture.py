@@ -1,26 +1,23 @@
 """Captures one real, unmodified training iteration as a `Workload`.
 
-[Note: correction of times] The recorder times each op alone. It does not see
-what Python and autograd do between two ops, and a busy machine delays some ops.
-So steps with and without the recorder alternate, and op times are corrected to
-match the untraced steps. The accuracy of the correction was measured on
-ResNet-50, Inception-v3, GPT-2, an LSTM sequence-to-sequence model and a chain of
-very small layers (CPU, 1 and 2 threads, shared machine): the time at which each
-gradient is complete according to the corrected ops, against hooks in untraced
-steps. Mean error in per cent of the iteration (in brackets GPT-2 small with 2
-threads, the noisiest case):
+[Note: correction of times] The recorder times each op alone. The recorder does not see what Python and autograd do
+between two ops, and a busy machine delays some ops. So steps with and without the recorder alternate, and op times are
+corrected to match the untraced steps. The accuracy of the correction was measured on ResNet-50, Inception-v3, GPT-2, an
+LSTM sequence-to-sequence model and a chain of very small layers (CPU, 1 and 2 threads, shared machine): the time at
+which each gradient is complete according to the corrected ops was compared with hooks in untraced steps. The mean
+errors, in per cent of the iteration, were (in brackets: GPT-2 small with 2 threads, the noisiest case):
 
     one factor for all ops           0.3 to 5.7  (4.7)
     the same seconds added to each   1.1 to 4.9  (3.7)
     a factor for each phase          0.03 to 1.1 (0.6)
 
-Hence one factor for each phase. Minima of ops and of steps agree with each other
-and medians do not, because noise of the machine only adds time (the median
-untraced step took up to 2.5 times as long as the fastest one, and no two medians
-were alike).
+Hence legato uses one factor for each phase. Minima of ops and minima of steps agree with each other, but medians do
+not, because noise of the machine only adds time. (The median untraced step took up to 2.5 times as long as the fastest
+one, and no two medians were alike.)
 
-On a GPU (H200, float32 parameters, events): GPT-2 under autocast, 8 x 512 tokens, 40.9 ms captured, 41.4 and 41.9 ms
-by events before and after; ResNet-50 with 64 images 32.1, 32.2 and 34.2 ms.
+On a GPU (H200, float32 parameters, timed by events), GPT-2 under autocast with 8 x 512 tokens took 40.9 ms in the
+captured workload, and 41.4 and 41.9 ms by events before and after the capture. ResNet-50 with 64 images took 32.1 ms in
+the captured workload, and 32.2 and 34.2 ms by events.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _log = logging.getLogger("legato")
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of each phase of an untraced step."""
+    """The seconds of each phase of an untraced step."""
 
     forward: float
     backward: float
@@ -74,27 +71,25 @@ def capture(
 ) -> Workload:
     """Run some training steps, and return one iteration as a `Workload`.
 
-    Each step calls `loss()`, runs the backward pass, and calls
-    `optimizer.step()` and `optimizer.zero_grad()`. First `warmup` steps run
-    untimed, and the last of them shows the modules; then `runs` untraced steps
-    alternate with `runs` recorded ones.
+    Each step calls `loss()`, runs the backward pass, and calls `optimizer.step()` and `optimizer.zero_grad()`. First,
+    `warmup` steps run untimed; the last of them is used to observe the modules. Then `runs` untraced steps alternate
+    with `runs` recorded steps.
 
-    A compiled model is compiled again, and its ops are the nodes of the graphs
-    that AOTAutograd makes of it, with the times that each takes alone; its
-    modules are not known.
+    A compiled model is compiled again. Its ops are then the nodes of the graphs that AOTAutograd makes, each with the
+    time that it takes alone, and the workload does not describe the model's modules.
 
-    Afterwards the model, the optimizer and the random generators are restored
-    bit for bit (see `legato.pytorch.recording.snapshot.Snapshot`). Other effects
-    of `loss()`, such as its position in a data set, are not undone.
+    Afterwards the model, the optimizer and the random generators are restored bit for bit (see
+    `legato.pytorch.recording.snapshot.Snapshot`). Other effects of `loss()`, such as its position in a data set, are
+    not undone.
 
     Args:
-        model: a `torch.nn.Module` on the CPU or on one CUDA device.
+        model: a `torch.nn.Module` on the CPU or on one accelerator.
         optimizer: a `torch.optim.Optimizer` with parameters of the model.
-        loss: runs the forward pass, and returns the scalar loss.
-        name: the workload's name; None stands for the class of the model.
-        batch_size: number of samples in a step, for the workload's description.
-        runs: number of untraced and of recorded steps.
-        warmup: number of steps before them.
+        loss: a function that runs the forward pass and returns the scalar loss.
+        name: the workload's name; with None, the name of the model's class.
+        batch_size: the number of samples in a step, for the workload's description.
+        runs: the number of untraced steps, and of recorded steps.
+        warmup: the number of untimed steps before them.
         progress: called as `progress(done, total)` after each step.
 
     Raises:
@@ -112,7 +107,7 @@ def capture(
     steps: list[RecordedStep] = []
     observer = ModuleObserver(model)
     work: list[Callable[[], object]] = [lambda: _untraced_step(clock, optimizer, loss)] * warmup
-    if not any(map(is_compiled, model.modules())):  # else the calls of modules are not seen
+    if not any(map(is_compiled, model.modules())):  # in a compiled model, hooks do not see the calls of modules
         work[-1] = lambda: _observed_step(observer, clock, optimizer, loss)
     for _ in range(runs):
         work.append(lambda: untraced.append(_untraced_step(clock, optimizer, loss)))
@@ -131,7 +126,7 @@ def capture(
 
 @contextmanager
 def _recordable(model: nn.Module) -> Iterator[None]:
-    """Compile what is compiled so that a recorder sees its ops. Raises `CaptureError` if a backend hides them."""
+    """Recompile the compiled parts so that a recorder sees their ops. Raises `CaptureError` if a backend hides them."""
     if not any(map(is_compiled, model.modules())):
         yield
         return
@@ -140,7 +135,7 @@ def _recordable(model: nn.Module) -> Iterator[None]:
     try:
         with compiles_with(compiler):
             yield
-    finally:  # what was compiled here would be used in training, where gradients are sent
+    finally:  # otherwise training, which sends gradients, would use the code compiled here
         torch.compiler.reset()
     if compiler.others:
         names = ", ".join(sorted(compiler.others))
@@ -151,7 +146,7 @@ def _untraced_step(
     clock: HostClock | DeviceClock, optimizer: Optimizer, loss: Callable[[], torch.Tensor]
 ) -> PhaseTimes:
     marks = [clock.now()]
-    clock.seconds(marks[0], marks[0])  # the device has nothing else to do from now on
+    clock.seconds(marks[0], marks[0])  # waits until the device is idle
     with blame("loss()"):
         value = check_loss(loss())
     marks.append(clock.now())
@@ -191,12 +186,10 @@ def to_workload(
 ) -> Workload:
     """Merge recorded steps, which must all be the same, into one iteration.
 
-    The duration of an op is its minimum over all steps. If there are `untraced`
-    steps, the durations of each phase are then multiplied by one factor: the
-    phases get the proportions of the minima of the untraced steps, and all ops
-    together add up to the fastest untraced step (see [Note: correction of
-    times]). Each updated parameter gets one optimizer op. Raises `CaptureError`
-    if two steps differ.
+    The duration of an op is its minimum over all steps. If there are `untraced` steps, the durations of each phase are
+    then multiplied by one factor: the phases get the proportions of the minima of the untraced steps, and all ops
+    together add up to the fastest untraced step (see [Note: correction of times]). Each updated parameter gets one
+    optimizer op. Raises `CaptureError` if two steps differ.
     """
     first = steps[0]
     for step in steps[1:]:
@@ -237,7 +230,7 @@ def to_workload(
 
 
 def at_pace(workload: Workload, passes_s: float) -> Workload:
-    """The workload at the pace at which its forward and backward pass take this many seconds together."""
+    """Scale the workload so that its forward and backward pass together take `passes_s` seconds."""
     captured_s = sum(op.duration_s for op in workload.ops if op.phase != "optimizer")
     if not captured_s or passes_s <= 0:
         return workload
@@ -261,7 +254,10 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
 
 
 def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Return the dependencies. A whole graph waits for all before it, and all after it waits for the graph."""
+    """Return the dependencies, extended so that each compiled graph runs as a whole.
+
+    A graph waits for all ops before it, and all ops after it wait for the graph.
+    """
     deps = [set(op.deps) for op in ops]
     stretches = [list(same) for _, same in groupby(range(len(ops)), key=lambda i: (ops[i].phase, ops[i].graph))]
     for before, after in pairwise(stretches):
@@ -275,7 +271,7 @@ def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
 
 
 def _transitive_reduction(deps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The dependencies that are not implied by others."""
+    """Return the dependencies without those that other dependencies imply."""
     before: list[int] = []  # for each op, the set of all ops that it depends on, one bit each
     kept: list[tuple[int, ...]] = []
     for direct in deps:

@@ -18,7 +18,7 @@ from legato.pytorch.device import can_time
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
-#: Turns an exception in the user's code into a `CaptureError` (`legato.core.code.blame`).
+#: A context that turns an exception in the user's code into a `CaptureError` (`legato.core.code.blame`).
 blame = partial(code.blame, kind=CaptureError)
 _EXPECTED = "expected (model, optimizer, loss): a torch.nn.Module, a torch.optim.Optimizer, a function of no arguments"
 
@@ -26,9 +26,8 @@ _EXPECTED = "expected (model, optimizer, loss): a torch.nn.Module, a torch.optim
 def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.Tensor]]:
     """Import FILE.py and call FUNCTION, where `spec` is "FILE.py:FUNCTION".
 
-    FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass
-    and returns the scalar loss. Raises `CaptureError`, also for an exception in the
-    user's code.
+    FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass and returns the scalar loss. Raises
+    `CaptureError` if this fails, also for an exception in the user's code.
     """
     build = code.load(spec, CaptureError)
     path, _, function = spec.rpartition(":")

@@ -1,4 +1,4 @@
-"""Finds the module of an op: in the forward pass, and through autograd's numbers in the backward pass."""
+"""Finds the module of an op: directly in the forward pass, and by autograd's node numbers in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ __all__ = ["ModulePaths"]
 class ModulePaths:
     """Follows the calls of a model's modules, through global hooks that leave the model unchanged.
 
-    Autograd numbers its nodes in the order in which the forward pass creates
-    them. So the number at each change of module determines the module of a node
-    when the backward pass runs it.
+    Autograd numbers its nodes in the order in which the forward pass creates them. So each call of a module has a range
+    of node numbers, by which the module of a node is found in the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,21 +42,21 @@ class ModulePaths:
         self._note()
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._calls:  # empty if following began inside the call of a module
+        if self._calls:  # empty if following began during the call of a module
             self._calls.pop()
         self._note()
 
     def _note(self) -> None:
         number = autograd_node_number()
-        # Another thread (a device's, recomputing in its backward pass) has its own numbers: skip them.
+        # Another thread (a device thread that recomputes in its backward pass) has its own numbers, which are skipped.
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
             self._paths.append(self._calls[-1] if self._calls else "")
 
     def name(self, op: str, phase: str) -> str:
-        """Return the name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" outside any module.
+        """Return the name of the op that runs now: "<module path>/<op>", or "<phase>/<op>" outside any module.
 
-        In a compiled graph it is "<graph>/<phase>/<node>".
+        In a compiled graph, the name is "<graph>/<phase>/<node>".
         """
         if one_by_one.node:
             return one_by_one.node
@@ -66,5 +65,5 @@ class ModulePaths:
             path = self._calls[-1]
         elif (number := current_node_number()) is not None:
             i = bisect.bisect_right(self._numbers, number) - 1
-            path = self._paths[i] if i >= 0 and number < 2**63 else ""  # from 2**63 on: AccumulateGrad
+            path = self._paths[i] if i >= 0 and number < 2**63 else ""  # numbers from 2**63 on belong to AccumulateGrad
         return f"{path or phase}/{op}"

@@ -1,4 +1,4 @@
-"""Observes what `fully_shard` must know of a model's modules, while one step of training runs."""
+"""Observes what `fully_shard` must know about a model's modules, during one training step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["ModuleObserver"]
 class ModuleObserver:
     """Watches one step through hooks and a dispatch mode, and then describes the modules (`modules`).
 
-    Operators of the backward pass show which parameters it reads. Those in modules that activation checkpointing calls
-    again count as read, and those that the forward pass copies in another precision: the backward pass reads
-    the copies, and without autocast it would read the parameters.
+    The operators of the backward pass show which parameters it reads. Two more kinds of parameters count as read:
+    parameters of modules that activation checkpointing calls again, and parameters that the forward pass copies in
+    another precision. (The backward pass reads these copies; without autocast it would read the parameters.)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,11 +34,11 @@ class ModuleObserver:
         self._needs_gradient: set[str] = set()
         self._reached: set[str] = set()
         self._differentiable: set[str] = set()
-        self._read: set[int] = set()  # the storages that the backward pass reads
+        self._read: set[int] = set()  # ids of the storages that the backward pass reads
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch what runs inside: one forward and one backward pass."""
+        """Watch one forward and one backward pass, which run inside."""
         with ExitStack() as stack:
             for path, module in self._modules.items():
                 self._hook(path, module, stack)
@@ -47,7 +47,7 @@ class ModuleObserver:
 
     def _hook(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         def begins(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if in_backward_pass():  # checkpointing calls it again
+            if in_backward_pass():  # activation checkpointing calls the module again
                 self._read.update(_storage(p) for p in module.parameters())
             else:
                 self._calls[path] += 1
@@ -64,7 +64,7 @@ class ModuleObserver:
         stack.callback(module.register_forward_hook(ends).remove)
 
     def modules(self) -> tuple[Module, ...]:
-        """The modules that were called, in the order of their first calls."""
+        """Return the modules that were called, in the order of their first calls."""
         own: dict[str, dict[str, nn.Parameter]] = {path: {} for path in self._calls}
         holders: dict[int, set[str]] = {}
         for path, module in self._modules.items():
@@ -77,7 +77,7 @@ class ModuleObserver:
         return tuple(self._module(path, own[path], holders, listed) for path in self._calls)
 
     def _holder(self, path: str) -> str:
-        """Return the module whose call makes `fully_shard` gather this one's parameters: itself, if it is called."""
+        """Return the module whose call makes `fully_shard` gather this module's parameters: itself, if it is called."""
         while path and path not in self._calls:
             path = path.rpartition(".")[0]
         return path
@@ -110,7 +110,7 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 class _Reads(DispatchMode):
-    """Collects which of some storages the backward pass reads."""
+    """A dispatch mode that collects which of the given storages the backward pass reads."""
 
     def __init__(self, storages: set[int], read: set[int]) -> None:
         super().__init__()
@@ -124,5 +124,5 @@ class _Reads(DispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with memory in arguments or results."""
+    """Yield the tensors with memory in arguments or results."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)

@@ -1,8 +1,9 @@
-"""Observes training steps from outside, and makes a workload from the steps that agree.
+"""Observes training steps through hooks, and makes a workload from the steps that agree.
 
-Nothing of the user's is changed: no operator is recorded, and no step is slower. What plans use are moments, and
-hooks see them: when modules begin to run (their parameters are first read), when the backward pass begins, when each
-gradient is complete, and when the optimizers work. One op of the workload is a stretch between two such moments.
+The user's program is not changed: no operator is recorded, and no step is slower. Plans only need certain moments, and
+hooks see these moments: when modules begin to run (and first read their parameters), when the backward pass begins,
+when each gradient is complete, and when the optimizers work. One op of the workload is the time between two such
+moments.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ from legato.pytorch.recording.recorder import RecordedStep
 
 __all__ = ["StepObserver"]
 
-#: In a compiled model, gradients that are complete within this part of the backward pass come from one graph.
+#: In a compiled model, gradients that are complete within this fraction of the backward pass come from one graph.
 _AT_ONCE = 0.02
 
 
 @dataclass
 class _Step:
-    """Marks of one step on the clock: of its beginnings, and by the parameters' names."""
+    """The marks of one step on the clock: when its phases begin, and the moments of each parameter, by name."""
 
     begin: Any
     reads: dict[str, Any] = field(default_factory=dict)
     backward: Any = None
     ready: dict[str, Any] = field(default_factory=dict)
-    updates: list[tuple[Any, Any]] = field(default_factory=list)  # beginning and end of each optimizer's work
+    updates: list[tuple[Any, Any]] = field(default_factory=list)  # the beginning and the end of each optimizer's work
     updating: Any = None
 
 
 @dataclass(frozen=True)
 class _Seconds:
-    """The measurement of one step: seconds from its beginning, and from the beginning of its backward pass."""
+    """The measurement of one step, in seconds since the step began.
+
+    The times in `ready` are in seconds since the backward pass began.
+    """
 
     reads: dict[str, float]
     forward: float
@@ -56,9 +60,10 @@ class _Seconds:
 
 
 class StepObserver:
-    """Notes the moments of each step; its methods are called as they happen.
+    """Notes the moments of each step; its methods are called at these moments.
 
-    `parameters` are those whose gradients are averaged, by name. With `compiled`, calls of modules are not seen.
+    `parameters` has the parameters whose gradients are averaged, by name. With `compiled`, calls of modules are not
+    seen.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], compiled: bool) -> None:
@@ -66,7 +71,7 @@ class StepObserver:
         self._clock = clock_for(next(iter(self._parameters.values())).device)
         self._compiled = compiled
         names = {id(p): name for name, p in self._parameters.items()}
-        #: By `id()` of a module: the parameters that it has itself.
+        #: The names of a module's own parameters, by the `id()` of the module.
         self._read_by = {
             id(m): found
             for m in module.modules()
@@ -77,47 +82,47 @@ class StepObserver:
         self._steps: list[_Step] = []
 
     def forward_begins(self) -> None:
-        """A step begins; of several forward passes before the optimizer's step, the last one counts."""
+        """Note that a step begins. If several forward passes come before the optimizer's step, the last one counts."""
         self.step_ended()
         self._step = _Step(self._clock.now())
         if not self._compiled:
             self._hook = register_module_forward_pre_hook(self._module_begins)
 
     def forward_ended(self) -> None:
-        """The forward pass has ended, with or without an error."""
+        """Note that the forward pass has ended, with or without an error."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def backward_begins(self) -> None:
-        """The first gradient is about to be computed."""
+        """Note that the first gradient is about to be computed."""
         if self._step is not None and self._step.backward is None:
             self._step.backward = self._clock.now()
 
     def ready(self, name: str) -> None:
-        """A gradient is complete."""
+        """Note that a gradient is complete."""
         if self._step is not None and self._step.backward is not None:
             self._step.ready.setdefault(name, self._clock.now())
 
     def updates_begin(self) -> None:
-        """An optimizer begins to work."""
+        """Note that an optimizer begins its updates."""
         if self._step is not None:
             self._step.updating = self._clock.now()
 
     def updates_end(self) -> None:
-        """An optimizer has worked."""
+        """Note that an optimizer has finished its updates."""
         if self._step is not None and self._step.updating is not None:
             self._step.updates.append((self._step.updating, self._clock.now()))
             self._step.updating = None
 
     def step_ended(self) -> None:
-        """The step is over, if its backward pass is."""
+        """Note that the step is over, if it had a backward pass."""
         step, self._step = self._step, None
         if step is not None and step.ready:
             self._steps.append(step)
 
     def _module_begins(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # a constant to dynamo, which would not trace what follows
+        if torch.compiler.is_compiling():  # dynamo evaluates this as a constant, so it does not trace the rest
             return
         if self._step is not None and (names := self._read_by.get(id(module))):
             now = self._clock.now()
@@ -125,9 +130,9 @@ class StepObserver:
                 self._step.reads.setdefault(name, now)
 
     def workload(self, name: str, optimizers: Iterable[torch.optim.Optimizer], warmup: int) -> Workload:
-        """The iteration in which most steps agree, without the first `warmup` ones.
+        """Return the iteration on which most steps agree, without the first `warmup` steps.
 
-        Raises `CaptureError` if there is none: gradients are complete in another order each time.
+        Raises `CaptureError` if there is no such iteration, because gradients are complete in another order each time.
         """
         steps = [self._seconds(step) for step in self._steps[warmup:]]
         if not steps:
@@ -155,7 +160,7 @@ class StepObserver:
         )
 
     def _recorded(self, step: _Seconds, optimizers: Iterable[torch.optim.Optimizer]) -> RecordedStep:
-        """The step as ops, one after another."""
+        """Return the step as ops that run one after another."""
         nbytes = {name: p.nbytes for name, p in self._parameters.items()}
         ready = _spread(step.ready, nbytes) if self._compiled else step.ready
         reads = sorted({min(at, step.forward) for at in step.reads.values()} | {0.0})
@@ -176,7 +181,7 @@ class StepObserver:
         return RecordedStep(tuple(ops), tuple(tensors), unused, updates)
 
     def _in_order_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, None]:
-        """The names of the parameters in the order in which optimizers update them."""
+        """Return the names of the parameters in the order in which optimizers update them."""
         names = {id(p): name for name, p in self._parameters.items()}
         every = (p for o in optimizers for group in o.param_groups for p in group["params"])
         return dict.fromkeys(names.get(id(p), "") for p in every)
@@ -187,7 +192,7 @@ def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
-    """Ops from each moment to the next, each after the one before; `first` is the place of the first one."""
+    """Return ops from each moment to the next. Each op depends on the previous op; the first one has index `first`."""
     return [
         Op(f"{phase} {i}", phase, end - begin, (i - 1,) if i else ())
         for i, (begin, end) in enumerate(pairwise(moments), first)
@@ -195,9 +200,9 @@ def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
 
 
 def _spread(ready: Mapping[str, float], nbytes: Mapping[str, int]) -> dict[str, float]:
-    """The moments when gradients are complete, where graphs return many at once: evenly, by their bytes.
+    """Return when each gradient is complete; gradients that a graph returns together are spread over the graph's time.
 
-    legato's own graphs hand each of them over when it is computed.
+    The gradients are spread by their bytes, because legato's own graphs hand each gradient over when it is computed.
     """
     last_s = max(ready.values())
     groups: list[list[str]] = []

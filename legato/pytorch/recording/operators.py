@@ -17,12 +17,11 @@ _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 
 class Operator(NamedTuple):
-    """Properties of an operator, independent of a call.
+    """The properties of an operator, independent of a call.
 
-    `name` has no namespace and no overload. `writes` are the arguments that the
-    operator changes in place, as (position, keyword). `random` operators advance
-    a random generator; `host` operators return a value to Python, on which
-    every later op may depend.
+    `name` has no namespace and no overload. `writes` has the arguments that the operator changes in place, as
+    (position, keyword). `random` operators advance a random generator. `host` operators return a value to Python, on
+    which every later op may depend.
     """
 
     name: str
@@ -31,7 +30,7 @@ class Operator(NamedTuple):
     host: bool
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-        """The tensors among the arguments of a call to which the operator writes."""
+        """Yield the tensors among the arguments of a call that the operator writes."""
         for position, keyword in self.writes:
             value = args[position] if position < len(args) else kwargs.get(keyword)
             yield from tensors(value)
@@ -41,7 +40,7 @@ class Operator(NamedTuple):
 def operator_of(func: Any) -> Operator:
     """Return the properties of `func` (an OpOverload, or a higher-order operator), from its schema.
 
-    The schemas of batch norm do not list one write: to the running statistics.
+    The schemas of batch norm omit that it writes the running statistics, so these arguments are added.
     """
     schema = operator_schema(func)
     if schema is None:
@@ -58,7 +57,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument or result: the value itself, or those in its lists, tuples and dicts."""
+    """Yield the tensors in an argument or result: the value itself, or those in its lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -16,9 +16,8 @@ __all__ = ["OptimizerTimes"]
 class OptimizerTimes:
     """Attributes the time of the optimizer's ops to parameters.
 
-    An op belongs to a parameter if it reads or writes the parameter, its
-    gradient, its optimizer state, or something computed from these. The time of
-    an op on lists of tensors (foreach, fused) is divided among its parameters in
+    An op belongs to a parameter if it reads or writes the parameter, its gradient, its optimizer state, or something
+    computed from these. The time of an op on lists of tensors (foreach, fused) is divided among its parameters in
     proportion to their numbers of elements.
     """
 
@@ -47,11 +46,10 @@ class OptimizerTimes:
         self._notes.append((marks, counts))
 
     def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
-        """Return (parameter, seconds) for the parameters of `updated` in the optimizer, in its order.
+        """Return (parameter, seconds) for the parameters of `updated` that the optimizer has, in its order.
 
-        Parameters are indices; `read(start, stop)` returns the seconds between
-        two marks. Time that belongs to no parameter is divided among all in
-        proportion to their bytes.
+        Parameters are indices; `read(start, stop)` returns the seconds between two marks. Time that belongs to no
+        parameter is divided among all parameters in proportion to their bytes.
         """
         index = {id(self._parameters[i]): i for i in updated}
         order = [index[id(p)] for group in self._optimizer.param_groups for p in group["params"] if id(p) in index]
@@ -71,7 +69,7 @@ class OptimizerTimes:
 
 
 def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
-    """Return the arguments of each op that an op on lists of tensors stands for; else the op's own."""
+    """Return the arguments of each single op that an op on lists of tensors combines; else the op's own arguments."""
     columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
     if not columns:
         return [list(arguments)]

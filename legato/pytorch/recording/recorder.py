@@ -37,11 +37,10 @@ _RANDOM_STATE = "random"
 class RecordedStep:
     """One recorded training step.
 
-    `ops` are the ops of the forward and the backward pass in execution order,
-    with measured seconds. `tensors` are in the order in which their gradients
-    were complete; those without a gradient come last, and `unused` has their
-    names. The readers of a tensor are forward ops. `updates` are (parameter,
-    seconds in the optimizer), in the optimizer's order.
+    `ops` has the ops of the forward and the backward pass in execution order, with measured seconds. `tensors` are in
+    the order in which their gradients were complete; tensors without a gradient come last, and `unused` has their
+    names. The readers of a tensor are forward ops. `updates` has (parameter, seconds in the optimizer), in the
+    optimizer's order.
     """
 
     ops: tuple[Op, ...]
@@ -51,7 +50,7 @@ class RecordedStep:
 
 
 class _Mode(DispatchMode):
-    """Shows every operator to a recorder."""
+    """A dispatch mode that passes every operator to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -68,12 +67,12 @@ class _Mode(DispatchMode):
 class Recorder:
     """Records the steps of a model and its optimizer, one at a time.
 
-    Use `with recorder.phase(name)` around each phase; after the last one, `finish()` returns the
-    `RecordedStep`. If the step fails, `abandon()` removes all hooks; `finish()` does so too.
+    Use `with recorder.phase(name)` around each phase; after the last phase, `finish()` returns the `RecordedStep`. If
+    the step fails, `abandon()` removes all hooks; `finish()` removes them too.
 
-    What cannot be recorded does not disturb the step: `finish()` raises for it.
+    If something cannot be recorded, the step goes on undisturbed, and `finish()` raises the error.
 
-    Raises `CaptureError` if the model has no trainable parameter, or one with sparse gradients.
+    Raises `CaptureError` if the model has no trainable parameter, or has a parameter with sparse gradients.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -107,7 +106,7 @@ class Recorder:
             one_by_one.wanted = False
 
     def abandon(self) -> None:
-        """Stop, remove all hooks, and forget what was recorded of the step."""
+        """Stop, remove all hooks, and forget the step."""
         self._hooks.close()
         self._phase = None
 
@@ -141,11 +140,11 @@ class Recorder:
             raise CaptureError("no parameter got a gradient (expected a loss that depends on the model's parameters)")
         after = backward[0]
         complete = self._ready
-        if self._compiled:  # autograd adds to the gradients of a graph when all of it has run
+        if self._compiled:  # autograd adds to the gradients of a graph only after the whole graph has run
             complete = dict(sorted(complete.items(), key=lambda item: item[1][0]))
         ready = complete | {i: (backward[-1], parameters[i].nbytes) for i in unused}
         for i, (producer, nbytes) in ready.items():
-            after = max(after, producer)  # not before a gradient that was complete earlier
+            after = max(after, producer)  # must not come before a gradient that was complete earlier
             yield Tensor(names[i], nbytes, after, tuple(self._readers.get(i, ())))
 
     def _start(self) -> None:
@@ -167,7 +166,7 @@ class Recorder:
 
     @contextmanager
     def _keeping_problems(self) -> Iterator[None]:
-        """Keep the first exception for `finish()`: the step must go on."""
+        """Keep the first exception for `finish()`, because the step must go on."""
         with self._lock:
             try:
                 yield
@@ -175,7 +174,7 @@ class Recorder:
                 self._problem = self._problem or error
 
     def _complete(self, i: int, parameter: torch.Tensor) -> None:
-        """Record that the gradient of parameter i is complete; the op that wrote it last has produced it."""
+        """Record that the gradient of parameter i is complete; the last op that wrote it has produced it."""
         gradient = parameter.grad
         with self._keeping_problems():
             writer = None if gradient is None else self._storages.writer(gradient)
@@ -199,7 +198,7 @@ class Recorder:
         made = {key(tensor) for tensor in tensors(out)} - reads
         writes = made | {key(tensor) for tensor in what.written(args, kwargs)}
         if not writes and not (what.host and inputs):
-            return  # nothing is computed: a view, a query of a shape, a mark of the profiler
+            return  # nothing is computed: the op is a view, a query of a shape, or a mark of the profiler
         assert self._phase is not None
         op = len(self._ops)
         deps = self._storages.access(

@@ -21,14 +21,13 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Saves a model, its optimizer and the random generators, and restores them at the end, also after errors.
+    """A context that saves a model, its optimizer and the random generators, and restores them at its end.
 
-    It saves parameters, buffers, gradients (inside the block all are None),
-    `requires_grad`, the plain attributes of every module (such as `training`)
-    and of the optimizer, the optimizer's state and parameter groups, and the
-    generators of Python, NumPy (if it is imported), the CPU and every CUDA
-    device. Tensors and dictionaries keep their identity. It needs the memory of
-    a copy of the model and of the optimizer's state.
+    Everything is restored after errors, too. The context saves parameters, buffers, gradients (inside the context, all
+    gradients are None), `requires_grad`, the plain attributes of every module (such as `training`) and of the
+    optimizer, the optimizer's state and parameter groups, and the generators of Python, NumPy (if it is imported), the
+    CPU and every accelerator. Tensors and dictionaries keep their identity. The snapshot needs as much memory as a copy
+    of the model and of the optimizer's state.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -81,7 +80,7 @@ class Snapshot:
     def _save_values(self, tensor: torch.Tensor) -> None:
         """Save the elements of a tensor."""
         overlapping = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if not overlapping:  # an expanded tensor is constant, and cannot be written
+        if not overlapping:  # an expanded tensor cannot be written, so it cannot change
             saved = tensor.detach().clone()
             self._undo.append(lambda: tensor.copy_(saved))
 

@@ -1,4 +1,4 @@
-"""Dependencies between ops: the last writer and the readers of every storage, and parameters by byte range."""
+"""Finds dependencies between ops by the last writer and the readers of every storage, and parameters by byte range."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ __all__ = ["Owners", "Storages", "byte_range"]
 
 
 class Storages:
-    """Derives dependencies from what ops read and write.
+    """Derives dependencies from the reads and writes of ops.
 
-    A storage is identified by the address of its C++ object. A weak reference
-    keeps this address in use, so that no other storage can get it; the memory of
-    the storage is still freed.
+    A storage is identified by the address of its C++ object. A weak reference keeps this address in use, so that no
+    other storage can get it; the memory of the storage is still freed.
     """
 
     def __init__(self) -> None:
@@ -45,9 +44,8 @@ class Storages:
     def access(self, op: int, reads: Iterable[Hashable], writes: Iterable[Hashable], *, fence: bool) -> tuple[int, ...]:
         """Record what an op reads and writes; return the ops on which it depends directly, sorted.
 
-        These are the last writers of what it reads and writes, and the later
-        readers of what it overwrites. With `fence`, every later op depends on
-        this one, because Python has seen its result.
+        An op depends on the last writers of everything that it reads or writes, and on the later readers of everything
+        that it overwrites. With `fence`, every later op depends on this op, because Python has seen its result.
         """
         deps = {self._fence} if self._fence >= 0 else set()
         for key in reads:
@@ -64,7 +62,7 @@ class Storages:
 
 
 class Owners:
-    """The parameters (owners) of ranges of memory; several may share one storage."""
+    """The parameters (owners) to which ranges of memory belong; several owners may share one storage."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
@@ -87,7 +85,7 @@ class Owners:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that a dense tensor covers in its storage, as (start, stop), stop exclusive."""
+    """Return the bytes that a dense tensor covers in its storage, as (start, stop), with stop exclusive."""
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()

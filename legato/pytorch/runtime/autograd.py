@@ -1,18 +1,14 @@
-"""Hooks into autograd: around the addition to each gradient, and at the end of a backward pass.
+"""Hooks into autograd: before and after a gradient is accumulated, and at the end of a backward pass.
 
-[Note: accumulators] Each parameter has one node in the graph, AccumulateGrad,
-where all of its gradients end. Hooks on this node are separate from those that
-users register on the parameter: `before` runs when a gradient has arrived and
-has not been added to `.grad` yet; `after` runs when all hooks of the user have
-seen the sum, including those registered later (as in DDP). Both also run when
-the gradient is None. The node lives as long as there is a reference to it.
+[Note: accumulators] Each parameter has one node in the graph, AccumulateGrad, where all of its gradients end. Hooks on
+this node are separate from those that users register on the parameter. `before` runs when a gradient has arrived and
+has not been added to `.grad` yet. `after` runs when all hooks of the user have seen the sum, including those registered
+later (as in DDP). Both hooks also run when the gradient is None. The node lives as long as there is a reference to it.
 
-[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass
-inside the backward pass. The first gradient may come from the inner pass, and
-the end of the inner pass is not the end of the outer one. The outer pass is
-therefore detected where it begins: at the output of the model. (A loss that is
-computed from the parameters alone, without the model's output, is detected at
-its first gradient.)
+[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. The first
+gradient may come from the inner pass, and the inner pass ends before the outer pass. The outer pass is therefore
+detected where it begins: at the output of the model. (If the loss depends on the parameters but not on the model's
+output, the pass is detected at its first gradient.)
 """
 
 from __future__ import annotations
@@ -29,9 +25,9 @@ __all__ = ["Accumulator", "BackwardScope"]
 
 
 class Accumulator:
-    """Calls `before(gradients)` and `after(inputs, outputs)` around every addition to a parameter's gradient.
+    """Two hooks, `before(gradients)` and `after(inputs, outputs)`, on each addition to a parameter's gradient.
 
-    The parameter may be frozen when this is created.
+    The parameter may be frozen when this object is created.
     """
 
     def __init__(self, parameter: nn.Parameter, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -45,7 +41,7 @@ class Accumulator:
 
     @property
     def will_run(self) -> bool:
-        """Return whether the backward pass that runs now adds to the gradient."""
+        """Return whether the running backward pass adds to the gradient."""
         return will_run(self._node)
 
     def remove(self) -> None:
@@ -55,7 +51,7 @@ class Accumulator:
 
 
 class BackwardScope:
-    """Calls `ended()` once, at the end of the outermost backward pass; `wanted()` says whether to watch a pass."""
+    """Calls `ended()` at the end of each outermost backward pass, if `wanted()` was true when the pass was noticed."""
 
     def __init__(self, wanted: Callable[[], bool], ended: Callable[[], None]) -> None:
         self._wanted = wanted
@@ -63,19 +59,19 @@ class BackwardScope:
         self._noticed = False
 
     def expect(self, output: Any) -> None:
-        """Watch for a backward pass that begins at this output of a forward pass."""
+        """Watch for a backward pass that begins at `output`, the output of a forward pass."""
         for value in leaves(output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.grad_fn.register_prehook(self.notice)
 
     def notice(self, *_: Any) -> None:
-        """Note that a backward pass is running; its end calls `ended()`."""
+        """Note that a backward pass is running, so that `ended()` is called at its end."""
         if not self._noticed and self._wanted():
             self._noticed = True
             on_backward_end(self._end)
 
     def forget(self) -> None:
-        """Note that no backward pass is running: the one that was noticed has ended with an exception."""
+        """Forget the backward pass that was noticed, because it has raised an exception."""
         self._noticed = False
 
     def _end(self) -> None:

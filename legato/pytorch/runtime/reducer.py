@@ -1,7 +1,7 @@
-"""The reducer: hears of gradients, and sends the buckets into which they are packed in one fixed order.
+"""The reducer: receives gradients from autograd, and sends the buckets into which they are packed in one fixed order.
 
-The order cannot differ between ranks, whatever happens on one of them alone: docs/runtime.md
-("The same order on every rank") has the proof.
+Nothing that happens on one rank alone can change this order. docs/runtime.md ("The same order on every rank") has the
+proof.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Reducer"]
 class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
-    A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
-    (see `legato.pytorch.runtime.attached.attachment`), and `ended()` is called after it. `optimizers` are those
-    whose steps a sharded plan divides among the ranks. With `error_feedback`, what rounding to a wire format takes
-    from gradients and from their sum is added to the next ones (Seide et al., Interspeech 2014).
-    Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
+    A backward pass sends gradients if the reducer is `armed` when the pass begins; `ended()` is called after it. As in
+    DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded plan, the
+    steps of `optimizers` are divided among the ranks. With `error_feedback`, what rounding to a wire format removes
+    from gradients and their sum is added to the next step's gradients (Seide et al., Interspeech 2014). Raises
+    `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reducer:
         number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         ranks = connection.group.size()
         self.slots, self.buckets = make_buckets(plan, parameters, ranks, lambda p: number.get(id(p), -1))
-        #: Brings what arrives to the parameters.
+        #: The object that brings averages to the parameters.
         self.delivery: Delivery
         if plan.shard == "none":
             self.delivery = Delivery(
@@ -66,7 +66,7 @@ class Reducer:
         for bucket in self.buckets:
             if error_feedback and bucket.message.wire and bucket.scattered is None:
                 bucket.residual = torch.zeros_like(bucket.buffer, dtype=torch.float32)
-        self.armed = False  # the next backward pass sends
+        self.armed = False  # whether the next backward pass sends
         self.backward_scope = BackwardScope(lambda: self.armed, self._backward_ended)
         self.next = 0  # the place of the bucket to launch next
         self.closed = False
@@ -80,12 +80,12 @@ class Reducer:
 
     @property
     def shards(self) -> Shards | None:
-        """This rank's shards, if the plan is sharded."""
+        """Return this rank's shards if the plan is sharded, else None."""
         return self.delivery if isinstance(self.delivery, Shards) else None
 
     @property
     def in_backward(self) -> bool:
-        """Return whether a backward pass runs that sends, or has failed."""
+        """Return whether a backward pass that sends is running, or has failed."""
         return self.messages.in_backward
 
     def settle(self) -> None:
@@ -93,14 +93,14 @@ class Reducer:
         self.delivery.settle()
 
     def watch(self) -> AbstractContextManager[None]:
-        """Watch who reads parameters in the forward pass inside."""
+        """Return a context for a forward pass, in which readers of parameters are watched."""
         return self.readers.watch(self.slots, self.delivery.install_gate)
 
     def close(self) -> None:
         """Bring everything up to date, remove all hooks from the parameters, and free the buckets."""
         if self.closed:
             return
-        if not self.in_backward:  # else it has failed, and other ranks may not send what is missing
+        if not self.in_backward:  # otherwise the pass has failed, and other ranks may never send the missing messages
             self.settle()
         self.closed = True
         for accumulator in self.accumulator_of.values():
@@ -120,13 +120,13 @@ class Reducer:
     # ---- backward pass -------------------------------------------------------------
 
     def _before_accumulation(self, slot: Slot, gradients: Sequence[Tensor | None] = (), *_: Any) -> None:
-        """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
+        """Prepare for an addition to `.grad`: make sure that `.grad` is up to date and not in flight."""
         if slot.offered is not None:
             slot.compare(gradients[0] if gradients else None)
         if slot.spent is not None:
             self.delivery.check_cleared(slot)
         if slot.gradient == EARLY:
-            slot.taken = None  # what is not packed yet will be in `.grad`
+            slot.taken = None  # `.grad` will hold the parts that are not packed yet
         elif not self.messages.in_backward and self.armed:
             self.begin_backward()
         elif self.messages.in_backward and slot.gradient != AWAITED:
@@ -140,7 +140,7 @@ class Reducer:
             self.delivery.resolve(slot)
 
     def _read_stale(self, slot: Slot) -> None:
-        """Raise `RankError`, on all ranks: a gradient arrives of a parameter whose update still waits."""
+        """Raise `RankError` on all ranks, because a gradient arrives while its parameter's update still waits."""
         error = RankError(
             f"{slot.name} was read before its last update, by something that legato cannot see; "
             f"keep it from waiting: distribute(..., current=[{slot.name!r}])"
@@ -148,7 +148,7 @@ class Reducer:
         raise self.messages.watchdog.failure(f"backward pass {self.messages.passes + 1}", error) from error
 
     def begin_backward(self) -> None:
-        """Begin a backward pass that sends. Raises `RankError` if it was computed from values before an update."""
+        """Begin a backward pass that sends. Raises `RankError` if a parameter was read before its pending update."""
         for slot in self.delivery.pending:
             if slot.stage == PENDING and self.accumulator_of[slot].will_run:
                 self._read_stale(slot)
@@ -173,7 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
+        """Note that a gradient has arrived or is absent; pack it when due, and launch complete buckets in order."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:
@@ -199,7 +199,7 @@ class Reducer:
         self.delivery.install_gate(slot)
 
     def _advance(self) -> None:
-        """Launch buckets in the plan's order, up to the first one that lacks a gradient."""
+        """Launch buckets in the plan's order, up to the first bucket that lacks a gradient."""
         outgoing = self.delivery.outgoing
         while self.next < len(outgoing) and outgoing[self.next].missing == 0:
             self.delivery.launch(outgoing[self.next])
@@ -225,7 +225,7 @@ class Reducer:
     # ---- failures ----------------------------------------------------------------
 
     def status(self) -> str:
-        """Say what this rank is doing, for the error messages of other ranks."""
+        """Describe what this rank is doing, for the error messages of other ranks."""
         if not self.in_backward:
             return f"is between backward passes, {self.messages.passes} done"
         bucket = self.delivery.outgoing[min(self.next, len(self.delivery.outgoing) - 1)]

@@ -1,11 +1,9 @@
 """The state that one server holds: its shards of the parameters, and the user's optimizer for these shards.
 
-[Note: optimizer state of a shard] Each shard is a parameter of the server's
-optimizer. A shard that is part of a parameter gets the matching elements of
-every state tensor that has the parameter's shape (momentum), and a copy of
-every other state tensor (counters). This is exact for an optimizer that updates
-each element from its own gradient and state. An optimizer that uses rows or
-norms of a parameter (Adafactor, Muon) needs whole parameters.
+[Note: optimizer state of a shard] Each shard is a parameter of the server's optimizer. A shard that is part of a
+parameter gets the matching elements of every state tensor that has the parameter's shape (momentum), and a copy of
+every other state tensor (counters). This division is exact for an optimizer that updates each element from its own
+gradient and state. An optimizer that uses rows or norms of a parameter (Adafactor, Muon) needs whole parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from legato.pytorch.servers.shards import Shard
 
 __all__ = ["HeldState", "check_optimizer", "check_step", "describe_state", "settings"]
 
-#: Others of torch whose update of a parameter depends on this parameter alone, with its gradient and state.
+#: torch's other optimizers that update each parameter from its own values, gradient and state only.
 _BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 
 
@@ -74,7 +72,7 @@ def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
 
 
 def describe_state(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """Return a digest of the optimizer's state and of the parameters of each group; `names` maps `id()` to the name."""
+    """Return a digest of the optimizer's state and its groups; `names` maps `id()` of a parameter to its name."""
     digest = hashlib.blake2b(digest_size=8)
     for group in optimizer.param_groups:
         digest.update(repr([names.get(id(p)) for p in group["params"]]).encode())
@@ -129,7 +127,7 @@ class HeldState:
                     mine[key] = tuple(value) if isinstance(before, tuple) else value
 
     def aggregate(self, shard: Shard, gradients: Sequence[Tensor]) -> None:
-        """Set the gradient of a shard to the sum of `gradients`, added in this order; to None if there are none."""
+        """Set the gradient of a shard to the sum of `gradients`, added in their order, or to None if there are none."""
         own = self.parameters[shard.index]
         if not gradients:
             own.grad = None
@@ -148,14 +146,14 @@ class HeldState:
             flat.add_(gradient.to(flat.device))
 
     def update(self, shards: Sequence[Shard]) -> None:
-        """Let the optimizer step these shards, and no others."""
+        """Let the optimizer step these shards only."""
         chosen = [self.parameters[shard.index] for shard in shards]
         chosen = [p for p in chosen if id(p) in self._updated]
         if chosen:
             Update(self._optimizer, self._base).apply(chosen)
 
     def state(self) -> tuple[bytes, Tensor]:
-        """Return the optimizer's state of all shards: a JSON list, and the bytes of its tensors in order."""
+        """Return the optimizer's state for all shards: a JSON list, and the bytes of its tensors in the same order."""
         listed: list[tuple[int, str, str | None, list[int] | None, Any]] = []
         blocks = []
         for shard in self.shards:

@@ -1,4 +1,4 @@
-"""Start the parameter-server mode: assign roles, check that all ranks agree, and run each rank's part."""
+"""Starts the parameter-server mode: assigns roles, checks that all ranks agree, and runs each rank's part."""
 
 from __future__ import annotations
 
@@ -64,25 +64,20 @@ def parameter_servers(  # noqa: PLR0913
 ) -> Any:
     """Train `model` on workers, with its parameters on `servers` servers that apply `optimizer`.
 
-    All ranks call this with the same arguments. The first ranks are workers and
-    run `train(model, optimizer)`, written like the loop of a single process; the
-    next `servers` ranks are servers; the last `agents` ranks run `infer(model)`.
-    Returns the result of `train` or `infer` (None on a server) when this rank's
-    part is done.
+    All ranks call this with the same arguments. The first ranks are workers and run `train(model, optimizer)`, which is
+    written like the training loop of a single process. The next `servers` ranks are servers, and the last `agents`
+    ranks run `infer(model)`. On each rank, the call returns when that rank's part is done. The call returns the result
+    of `train` or `infer`, and None on a server.
 
-    `plan` is a `Plan` of pushes and pulls, or the path of its file. It says which
-    server holds which parameters, and in which order they are pulled. Without a
-    plan, `placement` assigns the parameters, and they are pulled in the order of
-    the model. With `shuffle`, every worker pulls in a new random order in each
-    iteration, drawn from `seed`; this is TicTac's baseline. The plan "random"
-    means no plan, and `shuffle`.
+    `plan` is a `Plan` of pushes and pulls, or the path of its file. The plan says which server holds which parameters,
+    and in which order they are pulled. Without a plan, `placement` assigns the parameters to servers, and they are
+    pulled in the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, drawn
+    from `seed`; this is TicTac's baseline. `plan="random"` means no plan, with `shuffle`.
 
-    `process_group` has to include all ranks, or be a gloo group that nothing
-    else uses at the same time.
+    `process_group` must include all ranks, or be a gloo group that nothing else uses at the same time.
 
-    Raises `InputError` for a model or optimizer that cannot be served,
-    `PlanError` for a plan of another model, and `RankError`, which names the
-    rank and the parameter, if a rank differs, fails, or does not respond for
+    Raises `InputError` for a model or optimizer that cannot be served, and `PlanError` for a plan of another model.
+    Raises `RankError`, which names the rank and the parameter, if a rank differs, fails, or does not respond for
     `patience_s` seconds.
     """
     if not dist.is_initialized():
@@ -120,7 +115,7 @@ def parameter_servers(  # noqa: PLR0913
 
 
 class _Role:
-    """The part that this rank runs, once it has begun."""
+    """Holds the part that this rank runs, once the part has begun."""
 
     part: Worker | Server | None = None
 
@@ -161,7 +156,7 @@ def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") 
     number = store.add(f"{prefix}/calls/{rank}", 1)
     join(PrefixStore(f"{prefix}/{number}", store), rank, roles.size, patience_s, problem)
     if roles.size < dist.get_world_size():
-        return group  # to make a new one, all ranks would have to take part
+        return group  # all ranks would have to take part in making a new group
     try:
         with batch_policy_threads():
             return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
@@ -172,7 +167,7 @@ def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") 
 def _agree(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], plan: Plan, optimizer: Optimizer, transport: Transport
 ) -> None:
-    """Check that all ranks have the same model, plan and optimizer, and give them the values of rank 0."""
+    """Check that all ranks have the same model, plan and optimizer, and give all ranks the values of rank 0."""
     roles = transport.roles
     facts = describe_model(plan, dict(parameters))
     for kind, found in (("parameter", named_parameters(model).items()), ("buffer", model.named_buffers())):

@@ -31,11 +31,9 @@ __all__ = ["AgentModel", "Iteration", "ServedModel", "serve_optimizer"]
 class Iteration(msgspec.Struct, frozen=True):
     """One measured iteration of a worker or an agent: from one forward pass to the next.
 
-    `waited_s` is the time for which computation waited for parameters;
-    `transfers` the number of transfers whose arrival was observed; `out_of_order`
-    the number of these that arrived before another one of the same server that
-    should have come first; `arrivals` the seconds from `step()` (or the pull) to
-    each arrival.
+    `waited_s` is the time during which computation waited for parameters. `transfers` is the number of transfers whose
+    arrival was observed. `out_of_order` is the number of these transfers that arrived before another transfer of the
+    same server that should have come first. `arrivals` has the seconds from `step()` (or the pull) to each arrival.
     """
 
     seconds: float
@@ -81,7 +79,7 @@ class _Measured(nn.Module):
             puller.arrivals = None
 
     def _mark(self) -> None:
-        """End the current iteration, if there is one, and begin the next; called when a forward pass begins."""
+        """End the current iteration, if there is one, and begin the next. This is called when a forward pass begins."""
         now, waited, arrivals = time.perf_counter(), self._puller.waited_s, self._puller.arrivals
         if self._since is not None and self._record is not None:
             late, seconds = arrivals.previous if arrivals is not None else (0, ())
@@ -93,9 +91,9 @@ class _Measured(nn.Module):
 class ServedModel(_Measured):
     """A worker's model: it receives its parameters from the servers, and pushes its gradients to them.
 
-    `module` is the user's model, and `state_dict()` has the prefix `module.`,
-    as under `DistributedDataParallel`. `worker` (0 to `workers` - 1) selects
-    this worker's part of the data. Each worker keeps its own buffers.
+    `module` is the user's model, and the names in `state_dict()` have the prefix `module.`, as under
+    `DistributedDataParallel`. `worker` (0 to `workers` - 1) selects this worker's part of the data. Each worker keeps
+    its own buffers.
     """
 
     def __init__(self, module: nn.Module, worker: Worker, plan: Plan) -> None:
@@ -132,22 +130,22 @@ class ServedModel(_Measured):
             self._worker.enabled = before
 
     def flush(self) -> None:
-        """Bring every parameter up to date now, instead of when it is read."""
+        """Bring every parameter up to date now, instead of when it is first read."""
         self._worker.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in `nn.Module`; the servers drop gradients that `step()` did not use."""
+        """Zero the gradients as `nn.Module` does; the servers drop gradients that no `step()` has used."""
         self._worker.drop()
         with without_overrides():
             super().zero_grad(set_to_none)
 
 
 class AgentModel(_Measured):
-    """An inference agent's model: `pull()`, then run forward passes, while the workers train.
+    """An inference agent's model: call `pull()`, then run forward passes, while the workers train.
 
-    `training_goes_on` says whether they were still training at the last pull,
-    and `iteration` how many updates the parameters had received. All elements of
-    a shard are from the same update; shards of two servers may differ by one.
+    `training_goes_on` says whether the workers were still training at the last pull, and `iteration` how many updates
+    the parameters had received. All elements of a shard come from the same update. The shards of two servers may differ
+    by one update.
     """
 
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
@@ -155,7 +153,7 @@ class AgentModel(_Measured):
         self.training_goes_on, self.iteration = True, 0
 
     def pull(self) -> None:
-        """Request all parameters; from here on, reading a parameter waits for its value."""
+        """Request all parameters. From then on, reading a parameter waits for its value."""
         puller = self._puller
         puller.settle()
         puller.transport.finish(puller.tell_servers(PULL, 0))
@@ -167,7 +165,7 @@ class AgentModel(_Measured):
 
 
 class _ServedOptimizer:
-    """A subclass of a worker's optimizer, whose `step()` tells the servers to step."""
+    """A mix-in for the class of a worker's optimizer: its `step()` tells the servers to step."""
 
     _legato_base: type[Optimizer]
     _legato_worker: Worker
@@ -189,7 +187,7 @@ class _ServedOptimizer:
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
     def state_dict(self) -> Any:
-        """As in a single process: whole parameters by their number, with the state from all servers."""
+        """Return the state of whole parameters, as in a single process, collected from all servers."""
         return self._legato_base.state_dict(_with_state(cast(Optimizer, self)))
 
     @property
@@ -204,10 +202,10 @@ class _ServedOptimizer:
 
 
 def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], seed: int | None) -> None:
-    """From here on, let the servers make the optimizer's steps."""
+    """Let the servers make the optimizer's steps from now on."""
 
     def order(iteration: int) -> Sequence[int]:
-        """Return the order of the pulls, as the servers have it."""
+        """Return the order of the pulls in this iteration, which is the order that the servers use."""
         if seed is None:
             return pulls
         parts = [[i for i in pulls if worker.by_index[i].server == server] for server in worker.servers]
@@ -221,7 +219,7 @@ def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], 
 
 
 def release(optimizer: Optimizer) -> None:
-    """Restore the optimizer's class, with its current state."""
+    """Restore the optimizer's own class, and give it its current state."""
     if isinstance(optimizer, _ServedOptimizer):
         vars(optimizer)["state"] = _with_state(optimizer).state
         overlay = type(optimizer)
@@ -232,7 +230,7 @@ def release(optimizer: Optimizer) -> None:
 
 
 def _with_state(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of the optimizer as a single process would have it, with its state."""
+    """Return a copy of the optimizer as it would be in a single process, with its state."""
     served = cast(_ServedOptimizer, optimizer)
     whole = object.__new__(served._legato_base)
     vars(whole).update({k: v for k, v in vars(optimizer).items() if not k.startswith("_legato")})

@@ -1,17 +1,15 @@
 """The protocol between workers, servers and agents: commands, transfers of shards, and timeouts.
 
-[Note: transfer order] Gloo has one TCP connection between any two ranks. It
-sends messages in the order in which they are launched, each once its receive is
-posted. Receivers post the receives of an iteration at once, before the sends
-are launched, so the sender alone decides the order of transfers.
+[Note: transfer order] Gloo has one TCP connection between any two ranks. Gloo sends messages in the order in which they
+are launched, and each message only after its receive is posted. Receivers post the receives of an iteration at once,
+before the sends are launched, so the sender alone decides the order of transfers.
 
     tag 0       a command, 24 bytes: (kind, iteration, length of the content), then the content (JSON)
     tag 1 + i   shard i: its gradient from a worker, its value from a server
 
-[Note: timeouts] Every wait ends after `patience_s`. When a rank waits for a
-message and the sender's connection closes, gloo reports this at once. In both
-cases `Watchdog` asks all ranks what they are doing, so the error names the rank
-that failed and the message that is missing.
+[Note: timeouts] Every wait ends after `patience_s`. When a rank waits for a message and the sender's connection closes,
+gloo reports this at once. In both cases `Watchdog` asks all ranks what they are doing, so the error names the rank that
+failed and the message that is missing.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ GRADIENTS = 1  # from a worker: its gradients of this iteration follow
 STEP = 2  # from a worker: optimizer.step() was called; the content is a `StepRequest`
 STATE = 3  # from a worker: a request for the optimizer's state
 PULL = 4  # from an agent: a request for all parameters
-BYE = 5  # from a worker or agent: it is done
+BYE = 5  # from a worker or agent: this rank is done
 REPLY = 6  # from a server: the answer to STATE, PULL or DROP
 AVERAGES = 7  # from a worker: a request for the averaged gradients of this iteration
 DROP = 8  # from a worker: the gradients of this iteration will not be used
@@ -101,9 +99,10 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class StepRequest(msgspec.Struct, frozen=True):
-    """How to step: the hyper-parameters of all groups, and the gradients that the script changed after averaging.
+    """A request to step: the hyper-parameters of all groups, and the gradients that the script changed after averaging.
 
-    `changed` has the shard index of each, and whether a gradient exists; if it does, worker 0 sends it next.
+    `changed` has (shard index, whether a gradient exists) for each of these gradients; worker 0 sends the existing ones
+    next.
     """
 
     groups: list[dict[str, Any]]
@@ -123,21 +122,21 @@ class Transport:
         return f"rank {rank} ({self.roles.role(rank)})"
 
     def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> PendingSend:
-        """Launch the send of a message, which must not change until `finish` has returned."""
+        """Launch the send of a message. The message must not change until `finish` has returned."""
         try:
             return PendingSend(dist.isend(message, group=self.group, group_dst=to, tag=tag), to, what)
         except RuntimeError as error:
             raise self.watchdog.failure(f"{what} to {self.named(to)}", error) from error
 
     def receive(self, message: torch.Tensor, source: int, tag: int, what: str) -> Any:
-        """Post the receive of a message; the message has arrived when the returned work is done."""
+        """Post the receive of a message. The message has arrived when the returned work is done."""
         try:
             return dist.irecv(message, group=self.group, group_src=source, tag=tag)
         except RuntimeError as error:
             raise self.watchdog.failure(f"{what} from {self.named(source)}", error) from error
 
     def wait(self, work: Any, peer: int, what: str, *, ever: bool = False) -> None:
-        """Wait for a work. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
+        """Wait for a send or receive. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
         try:
             work.wait(_ANY_TIME if ever else self._patience)
         except RuntimeError as error:
@@ -164,7 +163,7 @@ class Transport:
         sent.clear()
 
     def next_command(self, source: int, what: str, *, ever: bool = False) -> Command:
-        """Wait for the next command of a rank; `what` names what is missing if it does not arrive."""
+        """Wait for the next command of a rank. If the command does not arrive, the error names `what` as missing."""
         head = torch.zeros(3, dtype=torch.int64)
         self.wait(self.receive(head, source, 0, what), source, what, ever=ever)
         kind, iteration, length = head.tolist()
@@ -176,9 +175,9 @@ class Transport:
 
 
 def join(store: Any, rank: int, size: int, patience_s: float, problem: str) -> None:
-    """Wait until all ranks have called this, each with a problem or an empty string.
+    """Wait until all ranks have called this, each with its problem or an empty string.
 
-    Raises `RankError`, which names the ranks that did not join, or the first rank with a problem.
+    Raises `RankError` that names the ranks that did not join, or the first rank with a problem.
     """
     store.set(f"joined/{rank}", problem)
     deadline = time.monotonic() + patience_s

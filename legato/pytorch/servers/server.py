@@ -1,16 +1,14 @@
-"""A parameter server: sum gradients, let the optimizer step, and send the parameters in the planned order.
+"""A parameter server: sums gradients, lets the optimizer step, and sends the parameters in the planned order.
 
-[Note: threads] One thread per worker and agent receives its messages and reports
-them. The main thread handles one report after another, and does everything else:
-sums, updates and transfers. A gradient is summed when all workers' have
-arrived, in the order of the workers, so the result is reproducible. The update
-waits for `step()` on every worker, and uses its settings.
+[Note: threads] For each worker and agent, a thread receives its messages and reports them. The main thread handles one
+report after another, and does everything else: sums, updates and transfers. A gradient is summed when the gradients of
+all workers have arrived, in the order of the workers, so the result is reproducible. The update waits until every
+worker has called `step()`, and uses the settings of that step.
 
-[Note: enforced order] The server enforces the order of transfers where TicTac
-does (section 5.1): at the sender, just before the network. Each transfer of an
-iteration has a number. One counter per receiver counts the transfers that were
-launched, and a transfer waits until the counter reaches its number. No transfer
-waits for another one to *arrive*, so they follow each other without a gap.
+[Note: enforced order] The server enforces the order of transfers where TicTac does (section 5.1): at the sender, just
+before the network. Each transfer of an iteration has a number. For each receiver, a counter counts the transfers that
+were launched, and a transfer waits until the counter reaches its number. No transfer waits until another one has
+*arrived*, so they follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Sender", "Server", "shuffled"]
 
-#: Parameters are updated in chunks of at least this many bytes; each chunk is sent while the next is updated.
+#: Parameters are updated in chunks of at least this number of bytes; each chunk is sent while the next is updated.
 _CHUNK_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
@@ -61,14 +59,14 @@ class _Report(NamedTuple):
 
 
 def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> list[int]:
-    """Return a random order of one worker's pulls in one iteration, for when no order is enforced."""
+    """Return a random order for one worker's pulls in one iteration, used when no order is enforced."""
     order = list(pulls)
     random.Random(f"{seed} {worker} {iteration}").shuffle(order)
     return order
 
 
 class Server:
-    """Serves its own `shards`, sent in the order of its `pulls`, or in random orders by `seed` unless that is None."""
+    """A server for its own `shards`, which it sends in the order of `pulls` or, with a `seed`, in random orders."""
 
     def __init__(
         self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None
@@ -84,16 +82,16 @@ class Server:
         self._reports: SimpleQueue[_Report] = SimpleQueue()
         self._sent: dict[int, list[PendingSend]] = {rank: [] for rank in (*self.workers, *self.agents)}
         self._senders = {worker: Sender(self._send_value(worker)) for worker in self.workers}
-        self._arrived: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients that arrived in this iteration, by shard
+        self._arrived: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients in this iteration, by shard
         self._steps: dict[int, Command] = {}
         self._state_requests: list[int] = []  # workers that asked for the optimizer's state
         self._average_requests: list[int] = []  # workers that asked for the averaged gradients
         self._agents_served = 0
-        self.iteration = 0  # number of updates so far
+        self.iteration = 0  # the number of updates so far
 
     @property
     def status(self) -> str:
-        """Say what the server is doing, for the error messages of other ranks."""
+        """Describe what the server is doing, for the error messages of other ranks."""
         lacking = next((shard for shard in self.shards if self._arrived[shard.index] < len(self.workers)), None)
         which = (
             f"lacks gradients of {lacking.label}" if lacking and any(self._arrived.values()) else "waits for workers"
@@ -156,7 +154,10 @@ class Server:
             self._reports.put(_Report(worker, shard))
 
     def _take_changed(self, worker: int, step: StepRequest) -> None:
-        """Receive the gradients that the script changed into the memory of the gradients, which are summed already."""
+        """Receive the gradients that the script changed into the memory of the original gradients.
+
+        The original gradients are summed already.
+        """
         arena = self._gradients[worker]
         for shard in [self._of[index] for index, there in step.changed if there and index in self._of]:
             what = f"the changed gradient of {shard.label}"
@@ -217,7 +218,7 @@ class Server:
             raise RankError(f"{who}: changed other gradients before optimizer.step() than rank 0 ({name})")
 
     def _drop(self) -> None:
-        """Discard the gradients: all workers called `zero_grad()` instead of `step()`."""
+        """Discard the gradients, because all workers called `zero_grad()` instead of `step()`."""
         self._reset()
         for worker in self.workers:
             self.transport.command(worker, REPLY, self.iteration)
@@ -227,9 +228,9 @@ class Server:
         self._arrived = dict.fromkeys(self._arrived, 0)
 
     def _send_averages(self) -> None:
-        """Send the averages to the workers that asked, once all gradients have arrived.
+        """Send the averages to the workers that asked for them, once all gradients have arrived.
 
-        They use the memory of the values, which every worker has received by now.
+        The averages use the memory of the values, which every worker has received by now.
         """
         if not self._average_requests or any(here < len(self.workers) for here in self._arrived.values()):
             return
@@ -287,7 +288,7 @@ class Server:
         return send
 
     def _serve_agent(self, agent: int, training: bool) -> None:
-        """Send an agent a copy of all current parameters, without waiting until they are sent."""
+        """Send an agent a copy of all current parameters, without waiting until the copy is sent."""
         try:
             self._finish_sending([agent])
             reply = msgspec.json.encode({"iteration": self.iteration, "training": training})
@@ -310,7 +311,7 @@ class Server:
 
 
 class Sender:
-    """Launches the transfers to one receiver in the planned order; `counter` counts those launched."""
+    """Launches the transfers to one receiver in the planned order; `counter` counts the launched transfers."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
@@ -319,7 +320,7 @@ class Sender:
         self.counter = 0
 
     def begin(self, order: Sequence[int]) -> None:
-        """Start an iteration, whose transfers are to be launched in this order."""
+        """Start an iteration whose transfers are to be launched in this order."""
         self._number = {transfer: number for number, transfer in enumerate(order)}
         self._offered = {}
         self.counter = 0

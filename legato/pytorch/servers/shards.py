@@ -1,4 +1,4 @@
-"""The shards of a model's parameters: which server holds each, their order of transfer, and their place in memory."""
+"""The shards of a model's parameters: their servers, their order of transfer, and their place in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from legato.core.plan import Kind, Message, Plan, Slice, check_messages
 
 __all__ = ["Arena", "Shard", "default_plan", "shards_of"]
 
-#: Bytes of the trailer after each shard's elements: two 8-byte integers.
+#: The size in bytes of the trailer after each shard's elements: two 8-byte integers.
 _TRAILER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements `start` to `stop` of a parameter, held by server `server`; `index` is the same on all ranks."""
+    """Elements `start` to `stop` (exclusive) of a parameter, held by server `server`.
+
+    `index` identifies the shard on all ranks.
+    """
 
     index: int
     name: str
@@ -36,7 +39,7 @@ class Shard:
 
     @property
     def label(self) -> str:
-        """Its name in error messages."""
+        """Return the shard's name for error messages."""
         return repr(self.name) if self.whole else f"{self.name!r} ({self.start} to {self.stop})"
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -60,9 +63,8 @@ def default_plan(parameters: Mapping[str, nn.Parameter], servers: int, placement
 def shards_of(plan: Plan, parameters: Mapping[str, nn.Parameter], servers: int) -> tuple[list[Shard], list[int]]:
     """Return the shards in push order, and their indices in pull order.
 
-    Each slice is a transfer, even if the plan has several slices in one
-    message. Raises `PlanError` if the plan is for another model or other
-    servers, splits an element, or has messages other than pushes and pulls.
+    Each slice is a transfer, even if the plan has several slices in one message. Raises `PlanError` if the plan is for
+    another model or other servers, splits an element, or has messages other than pushes and pulls.
     """
     unplanned = set(parameters) - {piece.tensor for m in plan.messages for piece in m.slices}
     if unplanned:
@@ -102,9 +104,8 @@ def _shard(index: int, i: int, piece: Slice, parameter: nn.Parameter, server: in
 class Arena:
     """One block of memory that holds the elements of each shard, followed by the shard's trailer.
 
-    A trailer has two integers: the iteration, and whether there is a gradient.
-    It is sent with the elements and arrives last, so its iteration tells
-    whether the elements have arrived.
+    A trailer has two integers: the iteration, and whether there is a gradient. The trailer is sent with the elements
+    and arrives last, so its iteration shows whether the elements have arrived.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -116,13 +117,13 @@ class Arena:
             at += size
         self._memory = torch.zeros(at, dtype=torch.uint8)
         words = self._memory.view(torch.int64)
-        #: By shard index: the bytes to transfer, the elements, and the trailer.
+        #: The bytes to transfer, by shard index; then the elements, and the trailers.
         self.message = {i: self._memory[a:b] for i, (a, b) in self._place.items()}
         self.elements = {s.index: self.message[s.index][: s.nbytes].view(s.dtype) for s in shards}
         self.trailer = {i: words[b // 8 - 2 : b // 8] for i, (_, b) in self._place.items()}
 
     def unpack(self, shards: Sequence[Shard], tensor: Tensor) -> None:
-        """Copy all shards of a parameter into a tensor that is shaped like it."""
+        """Copy all shards of a parameter into a tensor that has the parameter's shape."""
         if len(shards) == 1:
             tensor.copy_(self.elements[shards[0].index].view(tensor.shape))
             return
@@ -137,7 +138,7 @@ class Arena:
         self._memory.view(torch.int64)[self._iterations(indices)] = -1
 
     def arrived(self, indices: Sequence[int]) -> list[bool]:
-        """Return for each of these shards whether its elements have arrived since `clear_iterations`."""
+        """Return, for each of these shards, whether its elements have arrived since `clear_iterations`."""
         return (self._memory.view(torch.int64)[self._iterations(indices)] >= 0).tolist()
 
     def _iterations(self, indices: Sequence[int]) -> list[int]:

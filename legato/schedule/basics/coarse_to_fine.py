@@ -1,4 +1,4 @@
-"""The maximum of a smooth sequence, coarse to fine: sample it evenly, then refine around the best sample."""
+"""Find the maximum of a smooth sequence: sample the sequence evenly, then refine around the best sample."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ __all__ = ["coarse_to_fine"]
 
 
 def coarse_to_fine(count: int, value: Callable[[int], float], *, first: int) -> int:
-    """The index below `count` with the highest value found.
+    """Return the index below `count` with the highest value found.
 
-    Evaluates about `first` evenly spaced indices, then halves the spacing around
-    the best one until it is 1. Exact where the values rise and then fall, and a
-    heuristic elsewhere.
+    Evaluates about `first` evenly spaced indices, then halves the spacing around the best index until the spacing is 1.
+    The result is the exact maximum if the values rise and then fall, and a heuristic otherwise.
     """
     step = -(-count // first)
     tried = {k: value(k) for k in range(0, count, step)}

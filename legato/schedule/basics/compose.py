@@ -1,4 +1,4 @@
-"""Shared by all schedulers: when tensors are ready and read, and how messages and plans are made."""
+"""Functions that all schedulers share: when tensors are ready and read, and how to make messages and plans."""
 
 from __future__ import annotations
 
@@ -37,44 +37,45 @@ __all__ = [
 
 
 def ready_order(workload: Workload) -> list[int]:
-    """The indices of the tensors in the order in which the captured backward pass produces their gradients."""
+    """Return the indices of the tensors in the order in which the captured backward pass produces their gradients."""
     return sorted(range(len(workload.tensors)), key=lambda t: workload.tensors[t].ready_after)
 
 
 def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
-    """For each tensor, when its gradient is ready (seconds); ops run on one stream in this order, or as captured."""
+    """Return when each tensor's gradient is ready (seconds). Ops run in this order, by default the captured one."""
     order = order or workload.phase_ops("backward")
     end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
 
 
 def tails(workload: Workload, order: Sequence[int]) -> list[float]:
-    """For each tensor, the computation from its first reader in this order to the end (seconds); 0 if none reads it."""
+    """Return, for each tensor, the seconds of computation from its first reader to the end, or 0 without readers."""
     backwards = order[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
 
 
 def priorities(workload: Workload) -> list[int]:
-    """For each tensor, the position of its first reader in the iteration, or the end if nothing reads it.
+    """Return, for each tensor, the position of its first reader in the iteration, or the number of ops without readers.
 
-    A smaller number is more urgent.
+    A tensor with a smaller number is more urgent.
     """
     place = {op: k for k, op in enumerate(workload.iteration_order())}
     return [min((place[r] for r in tensor.readers), default=len(place)) for tensor in workload.tensors]
 
 
 def resolve_collective(cluster: Cluster, collective: str | None) -> str:
-    """The collective to use: the cluster's default for None. Raises `InputError` on one that the cluster lacks."""
+    """Return the collective to use, for None the cluster's default. Raises `InputError` if the cluster lacks it."""
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
 
 
 def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
-    """The cluster without the collectives that have no halves. Raises `PlanError`, about `what`, if one is asked for.
+    """Return the cluster without the collectives that have no halves.
 
-    None as the collective asks for any of them.
+    Raises `PlanError` if the given collective has no halves, or, for None, if no collective of the cluster has. The
+    error begins with `what`.
     """
     asked = cluster.in_halves if collective is None else [collective] if collective not in UNDIVIDED else []
     if not asked:
@@ -88,7 +89,7 @@ def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
 
 
 def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
-    """Raise `TooLargeError`, which names the option, if partitions of `nbytes` bytes would be too many for a plan."""
+    """Raise `TooLargeError`, which names `option`, if partitions of `nbytes` bytes are too many for a plan."""
     if nbytes == math.inf:
         return
     nbytes = int(nbytes)
@@ -98,9 +99,9 @@ def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
 
 
 def message_limit(max_message_bytes: int | None) -> float:
-    """The most bytes of a message that holds more than one tensor: infinite for None.
+    """Return the most bytes of a message that holds more than one tensor; for None, the limit is infinite.
 
-    Raises `InputError` below 16 bytes, where some tensors could not be partitioned.
+    Raises `InputError` if the limit is below 16 bytes, since some tensors could then not be partitioned.
     """
     if max_message_bytes is None:
         return math.inf
@@ -110,12 +111,15 @@ def message_limit(max_message_bytes: int | None) -> float:
 
 
 def least_partition(option: str, nbytes: int, most: float) -> tuple[str, int]:
-    """The bytes of a partition, by an option of a scheduler or by the limit of messages, and which of them it is."""
+    """Return the size of a partition in bytes, and the name of the option that sets it.
+
+    This is the scheduler's own option, or `max_message_bytes` if it is lower.
+    """
     return (option, nbytes) if nbytes <= most else ("max_message_bytes", int(most) // ALIGNMENT * ALIGNMENT)
 
 
 def in_turn(workload: Workload, tensors: Iterable[int], most: float) -> list[list[int]]:
-    """The tensors (indices) in groups of neighbours, each as large as `most` bytes allow; a larger tensor is alone."""
+    """Group neighbouring tensors (indices), up to `most` bytes in a group; a larger tensor is a group of its own."""
     groups: list[list[int]] = []
     held = 0
     for t in tensors:
@@ -130,22 +134,22 @@ def in_turn(workload: Workload, tensors: Iterable[int], most: float) -> list[lis
 
 
 def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> Message:
-    """One all-reduce of whole tensors (indices)."""
+    """Return one all-reduce of whole tensors (indices)."""
     chosen = [workload.tensors[t] for t in tensors]
     return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
 
 
 def is_runnable(plan: Plan, workload: Workload) -> bool:
-    """Return whether the PyTorch runtime carries the plan out as predicted.
+    """Return whether the PyTorch runtime can execute the plan as predicted.
 
-    It sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order; only
-    inside a graph of a compiled model it can run the nodes in any order.
+    The runtime sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order,
+    except for the nodes inside a graph of a compiled model, which can run in any order.
     """
     return gathers_what_it_scatters(plan) and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
 
 
 def gathers_what_it_scatters(plan: Plan) -> bool:
-    """Return whether a plan sends all-reduces, or their halves in pairs with the same slices, and nothing else."""
+    """Return whether a plan sends only all-reduces, or their halves in pairs with the same slices."""
     scattered = {message.slices for message in plan.messages if message.kind == "reduce_scatter"}
     gathered = {message.slices for message in plan.messages if message.kind == "all_gather"}
     kinds = {message.kind for message in plan.messages}
@@ -153,7 +157,7 @@ def gathers_what_it_scatters(plan: Plan) -> bool:
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
-    """Return whether the plan has an order of ops in which only optimizer ops move."""
+    """Return whether the plan reorders ops, and all of them are optimizer ops."""
     return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 
@@ -163,7 +167,7 @@ def has_free_order(workload: Workload) -> bool:
 
 
 def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
-    """Return whether ops change their places inside their graphs only; optimizer ops do not count."""
+    """Return whether ops, apart from optimizer ops, move only within their graphs."""
     ops = workload.ops
 
     def stretches(order: Iterable[int]) -> list[int | str]:
@@ -172,7 +176,7 @@ def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
     captured, chosen = _captured(workload), _without_updates(op_order, workload)
     if chosen == captured:
         return True
-    nodes = [op.name for op in ops if op.graph]  # a graph that runs twice in a pass has one order
+    nodes = [op.name for op in ops if op.graph]  # a graph that runs twice in a pass runs in the same order
     return stretches(chosen) == stretches(captured) and len(set(nodes)) == len(nodes)
 
 
@@ -185,7 +189,7 @@ def _without_updates(op_order: Iterable[int], workload: Workload) -> list[int]:
 
 
 def with_node_order(plan: Plan, workload: Workload) -> Plan:
-    """The plan with the names of the nodes that the runtime has to reorder."""
+    """Return the plan with the names of the nodes, in their order, if the runtime has to reorder them."""
     nodes = [i for i in plan.op_order if workload.ops[i].graph]
     if nodes == [i for i in workload.iteration_order() if workload.ops[i].graph] or not is_runnable(plan, workload):
         return plan
@@ -201,7 +205,7 @@ def compose(
     forward_overlap: bool = False,
     carrier: Carrier = "legato",
 ) -> Plan:
-    """A plan of these messages that records the workload and the cluster it was made for."""
+    """Return a plan with these messages, and record the workload and the cluster in the plan."""
     return Plan(
         scheduler,
         tuple(messages),

@@ -5,14 +5,14 @@ A tensor's *release time* is the earliest moment at which its gradient can be re
 to the end of the period (also called the delivery time). All times are in seconds.
 
                         release time                    tail
-    one stream,         backward ops up to the one      the optimizer ops that cannot start before, and
-    captured order      that produces it                forward ops from the first such one on
-    one stream,         all ops it depends on,          all ops that depend on it,
-    any order           directly or not                 directly or not
+    one stream,         backward ops up to the op       optimizer ops that must wait for the arrival, and all
+    captured order      that produces the gradient      forward ops from the first one that must wait
+    one stream,         all ops on which the gradient   all ops that depend on the arrival,
+    any order           depends, directly or not        directly or not
     unlimited           longest path to the gradient    longest path from the arrival
 
-On one stream, these are the times of sets of ops. Up to `_MOST_BITS` ops, a set is a row of
-bits. Above, `reach.py` finds the times without the sets.
+On one stream, a release time or a tail is the total time of a set of ops. If the workload has up to `_MOST_BITS` ops, a
+set is a row of bits. For more ops, `reach.py` finds the times without the sets.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from legato.simulator.period import Compute, Period, check_compute
 
 __all__ = ["HeadsTails", "Order", "check_size", "heads_tails"]
 
-#: The most ops to plan for. They take a gigabyte, and some ten seconds to bound.
+#: The most ops to plan for. With this number, a bound takes about a gigabyte and ten seconds.
 _MOST_OPS = 2**20
-#: Up to this number of ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
+#: Up to this number of ops, each op has a bit for each op on which it depends: 32 MiB if all ops form one chain.
 _MOST_BITS = 2**14
 
 #: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
-#: workload, "any" keeps only their dependencies. In both, optimizer ops may run at the best time for them.
+#: workload, "any" keeps only their dependencies. In both cases, each optimizer op may run at its best time.
 Order = Literal["captured", "any"]
 
 
@@ -55,10 +55,10 @@ class HeadsTails(NamedTuple):
 
 
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
-    """Release times and tails under a compute setting and an order.
+    """Return release times and tails for a compute setting and an order.
 
-    They are computed once and kept with the workload, which is immutable; do not change the lists.
-    Raises `InputError` on an unknown setting or order, and `TooLargeError` on too many ops.
+    The lists are computed once and cached with the workload, so do not change them. Raises `InputError` if the setting
+    or the order is unknown, and `TooLargeError` if there are too many ops.
     """
     check_compute(compute)
     check_size(workload)
@@ -90,7 +90,10 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 
 
 def _without_sets(period: Period, order: Order) -> HeadsTails:
-    """The same as `heads_tails` on one stream, up to rounding, for any number of ops; or less, as `reached_s` says."""
+    """Return what `heads_tails` returns for one stream, for any number of ops.
+
+    Times differ by rounding, and are too small where `reached_s` returns times that are too small.
+    """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")
     readers = [list(set(tensor.readers)) for tensor in workload.tensors]
@@ -99,7 +102,7 @@ def _without_sets(period: Period, order: Order) -> HeadsTails:
         later = period.topological[: len(backward) - 1 : -1]
         return HeadsTails(heads, reached_s(later, successors, duration, readers), workload.compute_s)
     forward = len(workload.phase_ops("forward"))
-    rest_s = [0, *accumulate(reversed(duration[:forward]))][::-1]  # by forward op, and the end
+    rest_s = [0, *accumulate(reversed(duration[:forward]))][::-1]  # by forward op, and 0 for the end
     first = [*range(forward), *[forward] * (len(duration) - forward)]  # by op: the first forward op that it reaches
     among: list[list[int]] = [[] for _ in duration]  # the updates that wait for an update
     for update in reversed(updates):
@@ -134,7 +137,7 @@ def _successors(period: Period) -> list[list[int]]:
 
 
 def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
-    """For each op, the set (as bits) of itself and all ops reached from it; `order` has neighbours first."""
+    """Return, for each op, the set (as bits) of this op and all ops that it reaches; `order` has neighbours first."""
     closure = [0] * len(neighbours)
     for i in order:
         closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])
@@ -149,7 +152,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 class _Weights:
-    """Durations of sets of ops given as bits. Adds up eight ops at a time, from tables of 256 sums."""
+    """The total durations of sets of ops. A set is given as bits, and tables of 256 sums add up eight ops at a time."""
 
     def __init__(self, duration_s: list[float]) -> None:
         self.tables: list[list[float]] = []
@@ -161,7 +164,7 @@ class _Weights:
         self.found: dict[int, float] = {}
 
     def of(self, bits: int) -> float:
-        """Seconds of all ops in the set."""
+        """Return how many seconds all ops in the set take together."""
         if bits not in self.found:
             self.found[bits] = sum(map(getitem, self.tables, bits.to_bytes(len(self.tables), "little")))
         return self.found[bits]

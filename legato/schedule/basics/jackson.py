@@ -1,9 +1,8 @@
-"""Jackson's preemptive schedule: at every moment, the ready job with the longest tail.
+"""Jackson's preemptive schedule: at every moment, run the ready job with the longest tail.
 
-Given one machine and jobs i with a release time r_i, a processing time p_i, and a
-tail q_i that needs no machine: when can the last tail end at the earliest? With
-preemption (1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal,
-and its value is the largest, over sets S of jobs, of
+There is one machine. Job i has a release time r_i, a processing time p_i, and a tail q_i that needs no machine. How
+early can the last tail end? With preemption (1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal.
+The last tail then ends at the largest value, over all sets S of jobs, of
 
     min r(S) + sum p(S) + min q(S)
 
@@ -23,11 +22,11 @@ __all__ = ["jackson"]
 def jackson(
     release: Sequence[float], processing: Sequence[float], tail: Sequence[float]
 ) -> list[tuple[int, float, float]]:
-    """The schedule as pieces (job, start, stop) in time order, in O(n log n); in any unit of time.
+    """Return the schedule as pieces (job, start, stop) in time order. All times must have the same unit.
 
-    A job is preempted only when another one is released. A job that needs no time
-    gets one piece of length 0. Of jobs with equal tails, the one with the lower
-    index goes first. Raises `ValueError` when the sequences differ in length.
+    Takes O(n log n). A job is preempted only when another job is released. A job that needs no time gets one piece of
+    length 0. If two jobs have equal tails, the job with the lower index runs first. Raises `ValueError` if the
+    sequences differ in length.
     """
     arriving = sorted(range(len(release)), key=lambda i: release[i], reverse=True)
     left = [p for _, p, _ in zip(release, processing, tail, strict=True)]

@@ -1,4 +1,4 @@
-"""Tensors laid end to end and partitioned as one, and messages divided so that none is larger than a limit."""
+"""Lay tensors end to end to partition them as a single tensor, and divide messages that exceed a limit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ALIGNMENT = 16
 
 
 class Joined:
-    """A group of tensors, end to end."""
+    """A group of tensors that are laid end to end."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         *self.starts, self.nbytes = accumulate((tensor.nbytes for tensor in tensors), initial=0)
 
     def aligned(self, at: int) -> int:
-        """The last offset up to `at` at which a tensor may be partitioned."""
+        """Return the largest offset up to `at` where a tensor may be partitioned."""
         start = self.starts[bisect_right(self.starts, at) - 1]
         return start + (at - start) // ALIGNMENT * ALIGNMENT
 
     def slices(self, start: int, stop: int) -> tuple[Slice, ...]:
-        """Bytes `start` to `stop` of the group as slices of its tensors."""
+        """Return bytes `start` to `stop` of the group as slices of its tensors."""
         found = []
         k = bisect_right(self.starts, start) - 1
         while start < stop:
@@ -42,10 +42,10 @@ class Joined:
 
 
 def divided(messages: Iterable[Message], most: float) -> list[Message]:
-    """Return the messages, each larger than `most` bytes divided into consecutive ones.
+    """Divide each message that is larger than `most` bytes into consecutive messages, and return all messages.
 
-    Tensors are partitioned where this is necessary, so that all but the last of them hold
-    `most` bytes, or up to `ALIGNMENT` less. `most` is at least `ALIGNMENT`.
+    Tensors are partitioned where necessary. Of the parts of a message, all but the last hold `most` bytes, or up to
+    `ALIGNMENT` less. `most` is at least `ALIGNMENT`.
     """
     found: list[Message] = []
     for message in messages:

@@ -1,27 +1,24 @@
 """Caramel's dataflow DAG optimizer: compute first what the next gradient needs.
 
-Idea: the backward pass is a graph, and any order of ops that respects the graph
-computes the same gradients. The order that makes gradients ready early leaves the
-network the most time.
+Idea: the backward pass is a graph, and any order of ops that respects the graph computes the same gradients. If
+gradients are ready early, the network has more time to send them.
 Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
-Stage 1 chooses the order of the parameter updates: it repeatedly takes the update
-that needs the least computation beyond what the updates before it have computed.
-Stage 2 makes every worker keep to this order. It adds control dependencies from the
-end set of an update (the op that it depends on directly: `Tensor.ready_after`) to
-the free set of the next one (the ops it needs that wait for nothing else).
+Stage 1 chooses the order of the parameter updates: it repeatedly takes the update that needs the least computation
+beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. It adds control
+dependencies from the end set of an update (the op on which it depends directly: `Tensor.ready_after`) to the free set
+of the next update (the ops it needs that wait for nothing else).
 
-With these dependencies, the ops of one update all come before any op of the next,
-so only one order of the updates is feasible. The ops of one update keep the freedom
-that the graph gives them. Every added dependency is necessary: without it, an op can
-run before its update's turn.
+With these dependencies, all ops of one update run before any op of the next update, so only one order of the updates is
+feasible. The ops of one update may still run in any order that the graph allows. Every added dependency is necessary:
+without it, an op could run before its update's turn.
 
 Deviations:
-- Tensors that become ready at the same op are one update.
-- Backward ops that no update needs (the gradient of the input) do not occur in the
-  paper. They come last, as if one more update needed them.
-- Of updates that need equally little, the one captured first is taken. So an update
-  never comes before one that it depends on.
+- Tensors that become ready at the same op belong to the same update.
+- Backward ops that no update needs (the gradient of the input) do not occur in the paper. These ops come last, as if
+  another update needed them.
+- If several updates need equally little, the update captured first is taken. So an update never comes before another
+  update on which it depends.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ __all__ = ["parts", "serialized_order", "update_order"]
 
 
 def update_order(workload: Workload) -> list[int]:
-    """Stage 1: the backward ops that produce gradients, in the order in which to run them.
+    """Return the backward ops that produce gradients, in the order in which to run them (stage 1).
 
-    What is left to compute for an op is at least what is left for those that it waits
-    for. So the search goes through the graph from what has been computed, always on
-    from the op for which least is left, until this is an update, as Dijkstra's does.
-    Only ops near to what has been computed are looked at. Times are exact (whole
-    multiples of a small enough unit), so no rounding errors add up.
+    An op needs at least as much computation as any op that it waits for. So the search works like Dijkstra's: it starts
+    from the ops that have been computed, and always visits the op that needs the least further computation, until it
+    visits an update. It therefore looks only at ops near those already computed. Times are exact (whole multiples of a
+    small enough unit), so there are no rounding errors.
     """
     part_of = parts(workload)
     search = _Nearest(workload, part_of)
@@ -51,10 +47,10 @@ def update_order(workload: Workload) -> list[int]:
 
 
 def parts(workload: Workload) -> dict[int, int]:
-    """For each backward op that an update needs, the op of which it is a part.
+    """Divide the backward ops that updates need into parts, and return the part of each op.
 
-    This is itself for an update. An op that only one part of the backward pass needs is
-    a part of it.
+    A part is named after an op: an update, or an op that several parts need. An op that only one part needs belongs to
+    that part.
     """
     period = Period.of(workload)
     part_of = {update: update for update in sorted(set(period.ready_op))}
@@ -69,7 +65,7 @@ def parts(workload: Workload) -> dict[int, int]:
 
 
 class _Nearest:
-    """Finds the update for which least is left to compute, again and again. An op stands for all of its parts."""
+    """A search that repeatedly finds the update with the least left to compute. An op represents all of its parts."""
 
     def __init__(self, workload: Workload, part_of: dict[int, int]) -> None:
         period = Period.of(workload)
@@ -86,16 +82,16 @@ class _Nearest:
             for dep in waits:
                 self.followers[dep].append(op)
         self.undone, self.passed = set(self.duration), set[int]()
-        self.ahead = {op: len(waits) for op, waits in self.waits.items()}  # neither done nor passed
-        self.needs: dict[int, set[int]] = {}  # by op seen: what is left to compute for it, of what takes time
-        self.left: dict[int, int] = {}  # and for how long
+        self.ahead = {op: len(waits) for op, waits in self.waits.items()}  # how many are left
+        self.needs: dict[int, set[int]] = {}  # by op seen: the ops left to compute for it that take time
+        self.left: dict[int, int] = {}  # by op seen: the time of these ops
         self.needed_by: defaultdict[int, list[int]] = defaultdict(list)
-        self.nearest: list[tuple[int, bool, int]] = []  # of equally near ops, updates stand last, by their ids
+        self.nearest: list[tuple[int, bool, int]] = []  # among equally near ops, updates come last, by id
         for op in sorted(op for op, count in self.ahead.items() if not count):
             self._see(op)
 
     def next(self) -> int:
-        """The next update; it is done then, with everything that it needs."""
+        """Return the next update, and mark it and everything that it needs as done."""
         while True:
             left, is_update, op = heapq.heappop(self.nearest)
             if op in self.undone and op not in self.passed and left == self.left[op]:
@@ -111,7 +107,7 @@ class _Nearest:
                     return op
 
     def _see(self, op: int) -> None:
-        """Find what is left to compute for an op that waits only for what is done or passed."""
+        """Find what is left to compute for an op that waits only for ops that are done or passed."""
         needs = {op} if self.duration[op] else set()
         needs.update(*(self.needs[dep] for dep in self.waits[op] if dep in self.undone))
         for other in needs:
@@ -120,7 +116,7 @@ class _Nearest:
         heapq.heappush(self.nearest, (self.left[op], op in self.updates, op))
 
     def _do(self, update: int) -> None:
-        """Compute an update and what it needs, which leaves less for others."""
+        """Mark an update and all that it needs as done, so that less is left to compute for other ops."""
         done, nearer = [update], set[int]()
         self.undone.remove(update)
         for op in done:  # grows
@@ -140,24 +136,24 @@ class _Nearest:
 
 
 def _whole_durations(workload: Workload) -> list[int]:
-    """Durations as whole multiples of a unit that they all share."""
+    """Return durations as whole multiples of a unit that all of them share."""
     exact = [op.duration_s.as_integer_ratio() for op in workload.ops]
-    unit = max(denominator for _, denominator in exact)  # a power of two, like all of them
+    unit = max(denominator for _, denominator in exact)  # every denominator is a power of two
     return [numerator * (unit // denominator) for numerator, denominator in exact]
 
 
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
-    """An order of all ops of a period in which the backward pass makes the updates in this order.
+    """Return an order of all ops of a period in which the backward pass makes the updates in the given order.
 
-    Of the orders that the control dependencies of stage 2 allow, this is the one closest to
-    the captured order. Optimizer and forward ops stand as in `Workload.iteration_order`.
+    Of all orders that the control dependencies of stage 2 allow, this order is closest to the captured one. Optimizer
+    and forward ops keep their order in `Workload.iteration_order`.
     """
     rest = workload.iteration_order()[len(workload.phase_ops("backward")) :]
     return (*(op for block in _blocks(workload, updates) for op in block), *rest)
 
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
-    """For each update, the ops that no earlier one needs, in captured order; last, the ops that no update needs."""
+    """Return, for each update, the ops that no earlier update needs, in captured order; ops for no update come last."""
     waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []

@@ -1,12 +1,11 @@
-"""Plans of all-reduces as plans that shard the optimizer (ZeRO-1) or the gradients as well (ZeRO-2).
+"""Convert plans of all-reduces to plans that shard the optimizer (ZeRO-1) or the gradients as well (ZeRO-2).
 
-Idea: every worker keeps the optimizer's states for its own part of the parameters
-only, its shard. Gradients are reduced and scattered, each worker updates its shard,
-and all gather the updated parameters. That is the volume of an all-reduce. With the
-reduce-scatters in the backward pass and the all-gathers in the order in which the next
-forward pass reads the parameters, both passes overlap with it.
-Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, sections 5 and 7: what is
-sharded, and the volume) and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
+Idea: every worker keeps the optimizer's states only for its own part of the parameters, its shard. Gradients are
+reduced and scattered, each worker updates its shard, and all workers gather the updated parameters. Together this sends
+as many bytes as an all-reduce. The reduce-scatters overlap with the backward pass. The all-gathers overlap with the
+next forward pass, because they run in the order in which this pass reads the parameters.
+Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on the volume) and DeAR
+(Zhang et al., ICDCS 2023: one half during each pass).
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ def check_shard(shard: str) -> None:
 
 
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
-    """The sharded plan with the groups of a plan of all-reduces, or of their halves.
+    """Return a sharded plan that groups tensors as this plan of all-reduces, or of their halves, does.
 
-    Its messages come from `Plan.sharded`, with the all_gathers in the order in
-    which the forward pass first reads them. The optimizer ops run between
-    the passes, in the order in which their reduce_scatters arrive. Backward and forward
-    ops keep their order. With `shard="none"` the plan is returned as it is. Raises
-    what `Plan.sharded` raises.
+    `Plan.sharded` makes the messages, with the all-gathers in the order in which the forward pass first reads their
+    parameters. The optimizer ops run between the passes, in the order in which their reduce-scatters arrive. Backward
+    and forward ops keep their order. With `shard="none"`, the plan is returned unchanged. Raises the same errors as
+    `Plan.sharded`.
     """
     if shard == "none":
         return plan
@@ -47,7 +45,7 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
 
 
 def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
-    """For each tensor, the position of the first forward op that reads it, or the end if none does."""
+    """Return, for each tensor, the position of the first forward op that reads it, or the number of ops without any."""
     place = {op: k for k, op in enumerate(order)}
     return {
         tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))
@@ -56,7 +54,7 @@ def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
 
 
 def with_sharded_updates(workload: Workload, workers: int) -> Workload:
-    """The workload as one worker computes it whose optimizer ops update a shard only."""
+    """Return the workload of one worker if its optimizer ops update only a shard."""
     ops = (
         msgspec.structs.replace(op, duration_s=op.duration_s / workers) if op.phase == "optimizer" else op
         for op in workload.ops
@@ -65,8 +63,8 @@ def with_sharded_updates(workload: Workload, workers: int) -> Workload:
 
 
 def without_updates(workload: Workload) -> Workload:
-    """The workload without its optimizer ops, as if forward ops read what the network delivers."""
-    kept = len(workload.ops) - len(workload.phase_ops("optimizer"))  # they stand last
+    """Return the workload without its optimizer ops, as if forward ops read what the network delivers."""
+    kept = len(workload.ops) - len(workload.phase_ops("optimizer"))  # optimizer ops come last
     tensors = (
         msgspec.structs.replace(tensor, readers=tuple(r for r in tensor.readers if r < kept))
         for tensor in workload.tensors

@@ -1,8 +1,8 @@
 """A time that no schedule can beat, and the certificate that proves it.
 
-Every set of tensors gives a valid bound, by each of the arguments of docs/bounds.md. A few dozen promising sets are
-tried, so the bound may miss the best one, but it never claims too much. Bounds are found with floats. `verify_bound`
-evaluates the argument of a certificate again in whole numbers, where nothing is rounded but in the safe direction.
+Each argument of docs/bounds.md gives a valid bound for every set of tensors. A few dozen promising sets are tried, so
+the largest bound may be missed, but a bound never claims too much. Bounds are found with floats. `verify_bound`
+evaluates the argument of a certificate again in whole numbers, which are rounded only in the safe direction.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from legato.simulator.period import Compute
 
 __all__ = ["ARGUMENTS", "Bound", "Certificate", "cheapest_line", "lower_bound", "verify_bound"]
 
-#: With more tensors, wider kinds of plans are not looked at thoroughly but for what they send, or not at all.
+#: Up to the first number of tensors, bounds for all wider kinds of plans are thorough. Up to the second number, only
+#: bounds for kinds that differ in `sends` are. Above, wider kinds are skipped.
 _FEW_TENSORS, _MOST_TENSORS = 64, 4096
 
-#: Certificates say which argument gives the bound, and for what.
+#: A certificate says which argument gives the bound, and for which tensors.
 Certificate = Computation | Ends | Nested | TwoSided | Sharded | EqualPairs
 
-#: All arguments, in the order in which they are tried: the next ones need only look for what proves more.
+#: All arguments, in the order in which they are tried. Each one only has to look for larger bounds than earlier ones.
 ARGUMENTS: tuple[type[Argument], ...] = get_args(Certificate)
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """No schedule takes less than `seconds` for one iteration.
+    """A proof that no schedule takes less than `seconds` for one iteration.
 
-    `kind` is a wider kind of plans for which this is proved, or None where it is the one asked for. With
-    `at_floors`, every message counts as much as the smallest one.
+    `kind` is a wider kind of plans for which this is proved, or None if it is proved for the requested kind. With
+    `at_floors`, every message is assumed to cost only as much as the smallest possible message.
     """
 
     seconds: float
@@ -58,7 +59,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"no schedule takes less than {format_seconds(self.seconds)} (certificate: {self.certificate.case!r})"
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """Return the string representation as HTML for notebooks."""
         return f"<p>{html.escape(str(self))}</p>"
 
 
@@ -74,19 +75,18 @@ def lower_bound(  # noqa: PLR0913
     wire: bool = False,
     thorough: bool = True,
 ) -> Bound:
-    """The largest of the bounds above over the sets tried.
+    """Return the largest bound that the arguments prove for the sets tried.
 
-    It holds for every plan that `legato.simulator.collective` accepts under the same
-    `compute` and `shard`, and with an `op_order` that `order` allows. It is sharper where it
-    holds only for plans that send nothing but all-reduces (`sends="all_reduces"`), or these
-    and reduce-scatters and all-gathers in pairs with the same slices (`"pairs"`), as all sharded
-    plans do. With `shard`
-    and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
-    plans with messages in a wire format (`Message.wire`) only with `wire`. Without
-    `thorough`, or without numba, it leaves out "two-sided", which takes longest to find; if not `thorough`, "nested"
-    tries fewer sets. What holds for a wider kind of plans (`wider_kinds`) holds for this one, too, so it is never
-    less than for these, if it is thorough and there are at most 64 tensors, or 4,096 and the kinds differ in `sends`
-    only. Raises `InputError` on an unknown setting, and `TooLargeError` on too many ops.
+    It holds for every plan that `legato.simulator.collective` accepts with the same `compute` and `shard`, if `order`
+    allows the plan's `op_order`. The bound is sharper if it only has to hold for plans of all-reduces
+    (`sends="all_reduces"`), or for plans that also send reduce-scatters and all-gathers in pairs with the same slices
+    (`"pairs"`), as all sharded plans do. With `shard` and `step_last`, the bound holds only for plans with all
+    optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
+    format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left out, because it
+    takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`)
+    also holds for this kind. So a thorough bound is never below the bound of a wider kind, if there are at most 64
+    tensors, or if there are at most 4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is
+    unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)
@@ -100,14 +100,14 @@ def lower_bound(  # noqa: PLR0913
         costs = cluster.at_floors() if at_floors else cluster
         problem = Problem(workload, costs, compute, kind, thorough=thorough and near)
         if _best(problem, best.seconds).seconds > best.seconds:
-            # Once more from the beginning, as for plans of this kind: from another start, the result differs slightly.
+            # Search again from the beginning, as a call for this kind does: another start gives a slightly other bound.
             found = msgspec.structs.replace(_best(problem), kind=kind, at_floors=at_floors)
             best = max(best, found, key=lambda bound: bound.seconds)
     return best
 
 
 def _best(problem: Problem, beat: float = 0.0) -> Bound:
-    """The most that an argument proves; if that is not above `beat`, any of them."""
+    """Return the largest bound that an argument proves; if no bound is above `beat`, it may be missed."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
         found += argument.find(problem, max([beat, *(proved.seconds for proved in found)]))
@@ -127,11 +127,11 @@ def verify_bound(  # noqa: PLR0913
     step_last: bool = False,
     wire: bool = False,
 ) -> Fraction:
-    """The seconds that the certificate proves in exact arithmetic, under the settings given to `lower_bound`.
+    """Return the seconds that the certificate proves in exact arithmetic; pass the same settings as to `lower_bound`.
 
-    They are whole parts of a second, rounded down. Raises `InputError` when this is less than the bound claims (by
-    more than the rounding of its floats, a part in 10**9), or when the certificate names tensors that the workload
-    does not have, or is for plans of another kind.
+    The result is rounded down to a whole number of ticks. Raises `InputError` if it is more than one part in 10**9 (the
+    rounding of floats) below what the bound claims, if the certificate names tensors that the workload does not have,
+    or if it is for another kind of plans.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)

@@ -1,4 +1,4 @@
-"""Which bound holds for a plan: what its messages may be, and which way it computes."""
+"""Kinds of plans, each with its own bound: what plans may send, and in which order they compute."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from legato.schedule.basics.heads_tails import Order
 
 __all__ = ["PlanKind", "Sends", "check_sends", "kind_of", "wider_kinds"]
 
-#: What the messages of plans are: nothing but all-reduces; also reduce-scatters and all-gathers in pairs, both with the
-#: same slices; or these in any way.
+#: Which messages plans may send: only all-reduces; also pairs of a reduce-scatter and an all-gather of the same slices;
+#: or any halves.
 Sends = Literal["all_reduces", "pairs", "halves"]
 
 
 def check_sends(sends: Sends) -> None:
-    """Raise `InputError` on an unknown setting: a bound for it would hold for nothing."""
+    """Raise `InputError` on an unknown setting, since a bound for it would hold for no plan."""
     if sends not in get_args(Sends):
         raise unknown_name("sends", sends, get_args(Sends))
 
 
 class PlanKind(NamedTuple):
-    """Which bound holds for a plan: what to give to `lower_bound`."""
+    """The arguments of `lower_bound` for which the bound holds for a plan."""
 
     order: Order
     sends: Sends
@@ -35,7 +35,7 @@ class PlanKind(NamedTuple):
 
 
 def wider_kinds(kind: PlanKind) -> list[PlanKind]:
-    """The kinds that have all plans of a kind: this one first."""
+    """Return the kinds that include all plans of this kind, beginning with this kind."""
     every = get_args(Sends)
     axes = (
         dict.fromkeys((kind.order, "any")),
@@ -48,10 +48,9 @@ def wider_kinds(kind: PlanKind) -> list[PlanKind]:
 
 
 def kind_of(plan: Plan, workload: Workload) -> PlanKind:
-    """Which bound holds for a plan: its `order`, what it sends, what it shards, where it steps, and whether it has
-    messages in a wire format.
+    """Return the kind of a plan, which decides which bound holds for the plan.
 
-    `step_last`: it shards something, and its optimizer ops follow the backward pass.
+    `step_last` is set if the plan shards something and all its optimizer ops follow the backward pass.
     """
     order = plan.op_order or workload.iteration_order()
     phases = [workload.ops[op].phase for op in order]

@@ -1,8 +1,8 @@
-"""The problem that bounds are proved about (release times, tails, cost of messages), and arguments for bounds.
+"""The problem that bounds are about (release times, tails, cost of messages), and the interface of arguments.
 
-All times are numbers: seconds in floats where bounds are looked for, and whole parts of a second, all rounded down,
-where they are proved. If ops and messages take less time, no schedule takes longer. So what is proved about whole
-parts holds for the workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
+To find bounds, times are seconds in floats. To prove bounds, times are whole numbers of ticks (small parts of a
+second), rounded down. If ops and messages take less time, no schedule takes longer. So a proof with ticks holds for the
+workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from legato.simulator.period import Compute
 
 __all__ = ["ROUNDING", "Argument", "Problem", "Proved", "cheapest_line"]
 
-#: More than the relative rounding error of thousands of float additions.
+#: A relative tolerance that is larger than the rounding error of thousands of float additions.
 ROUNDING = 1e-9
-#: Computation and one message with everything take less than 2 to the first power of parts, so that sums fit int64,
-#: and an op less than 2 to the second one: less than a workload may have seconds.
+#: Computation plus one message with everything takes less than 2**_BITS ticks, so sums fit into int64. A single op
+#: takes less than 2**_OP_BITS ticks, which is below the most seconds that a workload may have.
 _BITS, _OP_BITS = 58, 49
 
 
 def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: float | None = None) -> LinearCost:
-    """The highest line below the costs of all collectives from 0 to `nbytes` bytes: it meets the least at both ends.
+    """Return the highest line that stays below the costs of all collectives from 0 to `nbytes` bytes.
 
-    Where costs are interpolated, it meets the least at `nbytes`, and else where it can. `alpha` makes it begin there.
+    The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, it meets the cheapest cost at
+    `nbytes`, and at the other end only if possible. If `alpha` is given, it is the line's value at 0.
     """
     costs = cluster.least_costs()
     sizes = [number(x) for cost in costs for x, _ in cost.points if x < nbytes]
@@ -53,10 +54,10 @@ def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: fl
 class Problem:
     """A workload on a cluster, for plans of one kind.
 
-    `every` has all ops, with optimizer ops as one worker runs them; `workload` is what the
-    network sees: without optimizer ops if these are sharded. `release` and `tail` are by tensor.
-    A half of an all-reduce pays `half` first, and then takes the `half_work` of its bytes.
-    If it is exact, `part_s` has the seconds of a part.
+    `every` is the workload with all ops; with shards, an optimizer op updates only one worker's shard. `workload` has
+    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are by tensor. A half of an
+    all-reduce takes `half` to start, plus the `half_work` of its bytes. In exact problems, `part_s` is the length of a
+    tick in seconds.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Problem:
         thorough: bool = True,
         exact: bool = False,
     ) -> None:
-        """Count in whole parts of a second if `exact`. `thorough`: look at more sets, and with all arguments."""
+        """Count in whole ticks if `exact`. If `thorough`, arguments look at more sets, and all arguments are used."""
         check_shard(kind.shard)
         self.sharded = kind.shard != "none"
         if self.sharded and kind.sends == "all_reduces":
@@ -95,41 +96,41 @@ class Problem:
         self.release, self.tail = times.release_s, times.tail_s
 
     def whole(self, seconds: float | Fraction) -> float:
-        """Seconds as a number of this problem: in whole parts, rounded down, if it is exact."""
+        """Return seconds as a number of this problem: in ticks, rounded down, if the problem is exact."""
         if not self.exact:
             return float(seconds)
         return math.floor(math.ldexp(seconds, self._bits) if isinstance(seconds, float) else seconds / self.part_s)
 
     def divided(self, product: float, by: float) -> float:
-        """The quotient, rounded down in whole parts."""
+        """Return the quotient, rounded down to ticks if the problem is exact."""
         return product // by if self.exact else product / by
 
     def computation(self) -> float:
-        """The time of an iteration in which communication is free."""
+        """Return the time of an iteration if communication is free."""
         if self.compute != "one":
             return heads_tails(self.every, self.compute, self.kind.order).compute_s
         return sum(op.duration_s for op in self.every.ops) if self.exact else self.every.compute_s
 
     def half_work(self, tensors: Iterable[int]) -> list[float]:
-        """By tensor: what a half takes for its bytes, if messages have bytes of these ("Cost" in docs/bounds.md)."""
+        """Return, for each of these tensors, how long a half takes for its bytes ("Cost" in docs/bounds.md)."""
         sizes = [self.workload.tensors[t].nbytes for t in tensors]
         beta = cheapest_line(self.cluster, sum(sizes), self.number, self.alpha_s).beta_s_per_byte / 2
         work = [beta * nbytes for nbytes in sizes]
         return [*map(self.whole, work)] if self.exact else work
 
     def duration(self, phase: str) -> float:
-        """The time of all ops of a phase."""
+        """Return the total time of all ops of a phase."""
         return sum(op.duration_s for op in self.every.ops if op.phase == phase)
 
     def check_tensors(self, tensors: Sequence[int]) -> None:
-        """Raise `InputError` unless these are some tensors of the workload, each once."""
+        """Raise `InputError` unless these are indices of tensors of the workload, at least one and each only once."""
         count = len(self.workload.tensors)
         if not tensors or len(set(tensors)) != len(tensors) or min(tensors) < 0 or max(tensors) >= count:
             raise InputError(f"certificate: tensors {tensors} (expected different indices below {count}, at least one)")
 
 
 class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="case"):
-    """Why no schedule is faster: an argument of docs/bounds.md, and the tensors for which it holds."""
+    """An argument of docs/bounds.md for why no schedule is faster, and the tensors for which it holds."""
 
     @property
     def case(self) -> str:
@@ -138,20 +139,20 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterable[Proved]:
-        """Certificates, perhaps none, that prove more than `beat`, or nearly."""
+        """Find certificates that prove more than `beat`, or nearly as much; there may be none."""
         raise NotImplementedError
 
     def proves(self, problem: Problem) -> float:
-        """The least time of an iteration. Raises `InputError` if the argument does not hold for the problem."""
+        """Return the least time of an iteration. Raises `InputError` if the argument does not hold for the problem."""
         raise NotImplementedError
 
     def proved(self, problem: Problem) -> Proved:
-        """This certificate and what it proves."""
+        """Return this certificate together with the time that it proves."""
         return Proved(self.proves(problem), self)
 
 
 class Proved(NamedTuple):
-    """A time of which a certificate proves that no iteration takes less."""
+    """A certificate, and the time that no iteration can beat according to it."""
 
     seconds: float
     certificate: Argument

@@ -37,7 +37,7 @@ PUBLISHED: dict[str, Callable[..., Plan]] = {
     "bytescheduler": bytescheduler.bytescheduler,
 }
 
-#: Schedulers that order the pushes to parameter servers and the pulls from them, by their names on the command line.
+#: Schedulers that order pushes to parameter servers and pulls from the servers, by their names on the command line.
 SERVER_SCHEDULERS: dict[str, Callable[..., Plan]] = {
     "random": pulls.random_pulls,
     "tic": tictac.tic,

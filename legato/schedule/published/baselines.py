@@ -1,16 +1,14 @@
-"""The two extremes: `fifo` sends every gradient on its own, `single` sends all of them together.
+"""The two extremes: `fifo` sends every gradient as its own message, and `single` sends all gradients in one message.
 
-`fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li,
-INFOCOM 2019), section II-C, equations 6 to 8. Idea: layers that are done with the
-backward pass communicate while the layers before them still compute. One message
-per tensor; the first one ready is the first one sent.
+`fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li, INFOCOM 2019), section II-C, equations
+6 to 8. Idea: layers that have finished their backward pass communicate while earlier layers still compute theirs. Every
+tensor is one message, and messages are sent in the order in which they become ready.
 
-`single` is the single-layer communication of You et al. (2017), the baseline
-"SyncEASGD" of MG-WFBP, section V. Idea: one message pays the startup time alpha
-once. Nothing overlaps.
+`single` is the single-layer communication of You et al. (2017), the baseline "SyncEASGD" of MG-WFBP, section V. Idea: a
+single message pays the startup time alpha only once. Communication and computation do not overlap.
 
-Deviation: a tensor is a parameter, not a layer. Where the same op makes several
-gradients, `fifo` sends each of them as its own message.
+Deviation: a tensor is a parameter, not a layer. If the same op produces several gradients, `fifo` sends each gradient
+as its own message.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ __all__ = ["fifo", "single"]
 def fifo(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
 ) -> Plan:
-    """Send one message per tensor, in ready order.
+    """Return a plan that sends one message per tensor, in ready order.
 
-    `max_message_bytes` changes nothing, since tensors are sent whole. Raises `InputError`
-    on a limit below 16 bytes or a collective the cluster lacks.
+    `max_message_bytes` has no effect, since tensors are sent whole. Raises `InputError` if the limit is below 16 bytes
+    or the cluster lacks the collective.
     """
     name = resolve_collective(cluster, collective)
     message_limit(max_message_bytes)
@@ -39,9 +37,10 @@ def fifo(
 def single(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
 ) -> Plan:
-    """Send all tensors as one message, or as few as `max_message_bytes` allows; a larger tensor is sent alone.
+    """Return a plan that sends all tensors in one message, or in as few messages as `max_message_bytes` allows.
 
-    Raises `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    A tensor above the limit is a message of its own. Raises `InputError` if the limit is below 16 bytes or the cluster
+    lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     groups = in_turn(workload, ready_order(workload), most)

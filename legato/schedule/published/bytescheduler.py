@@ -1,30 +1,25 @@
 """ByteScheduler: partitions in a priority queue, and a window of credit in front of the network.
 
-Idea: a message that has been given to the network cannot be called back, and a
-network that gets one small message at a time is not fully used. So tensors are
-partitioned, the most urgent partition that is ready goes next, and as many are under
-way as the credit allows: a partition takes its bytes of credit when it leaves and
-returns them when it arrives.
-Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration
-(Peng et al., SOSP 2019). As in its code, a partition may leave while any credit is
-left.
+Idea: a message cannot be called back once the network has it, and a network that gets one small message at a time is
+not fully used. So tensors are partitioned, and the most urgent ready partition is always sent next. Credit limits how
+many partitions can be in the network at once: a partition takes as much credit as it has bytes when it leaves, and
+returns the credit when it arrives.
+Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration (Peng et al., SOSP 2019). As in its
+code, a partition may leave while any credit is left.
 Units: seconds and bytes.
 
-The plan is the order in which this queue releases its partitions, with the captured
-op times. The network serves them first come, first served, so an urgent partition
-waits for the whole window before it: the larger the credit, the later the preemption.
-With credit for one partition, this is P3.
+The plan is the order in which this queue releases its partitions, with the captured op times. The network sends
+partitions in the order in which they come, so an urgent partition waits for all partitions that are already in the
+window. With more credit, preemption is later. With credit for a single partition, this is P3.
 
-The defaults are those that ByteScheduler's documentation gives for all-reduce: 8 and
-16 million parameters of 4 bytes (for parameter servers, 1 and 4 million).
+The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million parameters of 4 bytes per
+partition, and credit for 16 million (for parameter servers, 1 and 4 million).
 
 Deviations:
-- At this fidelity the network carries one message at a time, and one message uses it
-  fully. The window hides the gap between two messages, which costs nothing here; only
-  its disadvantage is visible.
-- ByteScheduler tunes partition and credit during training (Bayesian optimisation);
-  here they are options.
-- With all-reduce there are no pushes and pulls, so nothing is duplex.
+- In this model the network carries one message at a time, and one message uses it fully. The window exists to hide the
+  gap between two messages. Such a gap costs nothing here, so only the disadvantage of the window is visible.
+- ByteScheduler tunes partition and credit during training (Bayesian optimisation); here they are options.
+- With all-reduce there are no pushes and pulls that could run at the same time.
 """
 
 from __future__ import annotations
@@ -64,12 +59,11 @@ def bytescheduler(
     credit_bytes: int = CREDIT_BYTES,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Send partitions of at most `partition_bytes` in the order of the queue, with forward overlap.
+    """Return a plan that sends partitions of at most `partition_bytes` in the queue's order, with forward overlap.
 
-    The runtime sends whole elements, so `partition_bytes` should be a multiple of
-    16. A lower `max_message_bytes`, rounded down to one, replaces it. Raises `InputError`
-    when an option is below 1 (or 16), when there are too many partitions, or on a
-    collective the cluster lacks.
+    The runtime sends whole elements, so `partition_bytes` should be a multiple of 16. If `max_message_bytes` is lower,
+    it is used instead, rounded down to a multiple of 16. Raises `InputError` if `partition_bytes` or `credit_bytes` is
+    below 1, `max_message_bytes` is below 16, there are too many partitions, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
@@ -82,7 +76,7 @@ def bytescheduler(
     arriving = deque(ready_order(workload))
     queue: list[tuple[int, int, int]] = []  # priority, tensor, first byte not yet sent
     window: deque[tuple[float, int]] = deque()  # partitions under way: arrival time and bytes
-    now, free, credit = 0.0, 0.0, credit_bytes  # `free`: when the network has sent all that it has
+    now, free, credit = 0.0, 0.0, credit_bytes  # `free`: when the window will be empty
     messages = []
     while arriving or queue:
         while arriving and ready[arriving[0]] <= now:

@@ -1,51 +1,45 @@
-"""Caramel: compute, merge and send so that every gradient has the widest window.
+"""Caramel: compute, merge and send so that every gradient has the widest possible window for its transfer.
 
-A gradient can travel between the op that produces it and the first op that reads
-it. Four parts widen these windows or use them better, and each can be switched
-off. With all of them off, it plans as `fifo` does.
+A gradient can be sent between the op that produces it and the first op that reads it. Four parts of Caramel widen these
+windows or use them better, and each part can be switched off. With all parts off, Caramel plans as `fifo` does.
 
-*Serialization* (section 4.1, `op_order.py`) runs the backward pass in the order
-that makes gradients ready early. The result is the plan's `op_order`.
+*Serialization* (section 4.1, `op_order.py`) runs the backward pass in an order that makes gradients ready early. The
+result is the plan's `op_order`.
 
-*Batching* (4.2) merges small gradients, since a small message is mostly overhead.
-A gradient below a threshold joins the current batch. The batch goes out when it
-has grown beyond the threshold, or when the network has nothing else to do. So a
-batch holds gradients that become ready at nearly the same time, and none waits
-for another one while the network is idle.
+*Batching* (4.2) merges small gradients, since a small message is mostly overhead. A gradient below a threshold joins
+the current batch. The batch is sent when it exceeds the threshold, or when the network has nothing else to do. So a
+batch holds gradients that become ready at nearly the same time, and no gradient waits for another one while the network
+is idle.
 
-*Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward
-pass and the next forward pass, which no longer waits for the last message. A
-message may go out between the last update of a gradient in it and the first read
-of one. The largest messages are placed first, each in the first place where it
-fits: (1) within the backward pass, as early as its gradients allow; (2) within the
-forward pass, as late as its readers allow; (3) a message that fits in neither may
-reach over the end of the backward pass or the start of the forward pass,
-whichever lengthens the iteration less (the backward pass if they are equal).
+*Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward pass and the next forward pass, which
+no longer waits for the last message. A message may be sent after the last of its gradients is ready, and before the
+first of its gradients is read. The largest messages are placed first, each in the first place where it fits: (1) within
+the backward pass, as early as its gradients allow; (2) within the forward pass, as late as its readers allow. (3) A
+message that fits in neither pass may extend past the end of the backward pass, or begin before the forward pass,
+whichever lengthens the iteration less (the backward pass if both are equal).
 
     computation | backward pass ......... |<- added time ->| forward pass ........ |
     network       | a |  | b || c |         | d  ||    e   |      | f ||   g   |
                   ^ release                                       deadline ^
 
-*Depth* (4.4) divides a message into chunks that are sent and added up in turn.
+*Depth* (4.4) divides a message into chunks, so that one chunk is sent while another is added up.
 
-Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its
-`ARModel` (section 5). Its time oracle, the minimum of several runs of each op, is
-what a captured `Workload` holds.
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its `ARModel` (section 5). Its time
+oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
 Units: seconds and bytes.
 
 Deviations:
-- All parts use one network model, the cluster's linear cost. The paper fits one
-  to messages of 64 B and 4 MB.
-- The paper does not say what happens to an open batch when a large gradient
-  becomes ready. Here it stays open, since the large one keeps the network busy.
-- The bins of the paper are stretches of time. Here one message at a time fills
-  the network. The paper leaves open where in its window a message goes.
-- A plan has no clock. It keeps the order that the packing finds, and every message
-  goes out as early as this order allows.
-- The paper gives no formula for the depth; it says only that the depth goes from 1
-  to 8 with the size and the batcher's threshold. Here no chunk is smaller than the
-  threshold, and of the depths that remain the cheapest is taken
-  (`legato.simulator.pipelining`). Where adding up costs nothing, this is 1.
+- All parts use the same network model, the cluster's linear cost. The paper fits a linear model to messages of 64 B and
+  4 MB.
+- The paper does not say what happens to an open batch when a large gradient becomes ready. Here the batch stays open,
+  since the large gradient keeps the network busy.
+- The bins of the paper are intervals of time. Here each message uses the whole network while it is sent. The paper does
+  not say where in its window a message is placed.
+- A plan has no clock. It keeps the order that the packing finds, and every message is sent as early as this order
+  allows.
+- The paper gives no formula for the depth; it says only that the depth ranges from 1 to 8, depending on the size and
+  the batcher's threshold. Here no chunk is smaller than the threshold, and the cheapest of the remaining depths is
+  taken (`legato.simulator.pipelining`). If adding up costs nothing, the depth is 1.
 """
 
 from __future__ import annotations
@@ -70,9 +64,9 @@ __all__ = ["MAX_DEPTH", "Packing", "adaptive_depth", "batches", "caramel", "pack
 
 
 MAX_DEPTH = 8
-#: The most busy intervals in a block, which is searched as a whole or not at all.
+#: The most busy intervals in a block. A search skips a block, or goes through all of its intervals.
 _BLOCK = 64
-#: More than the relative rounding error of a few float additions.
+#: A relative tolerance that is larger than the rounding error of a few float additions.
 _ROUNDING = 1e-12
 
 
@@ -88,13 +82,12 @@ def caramel(  # noqa: PLR0913
     threshold: float | None = None,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Caramel's plan; forward overlap is part of scheduling.
+    """Return Caramel's plan, which has forward overlap if `scheduling` is on.
 
-    `threshold` is the size in bytes up to which gradients are batched, by default
-    1.5 alpha/beta. The plan has an `op_order` if serialization finds one that
-    differs from the captured order. A batch goes out before it has more than
-    `max_message_bytes`; a larger gradient is sent alone. Raises `InputError` on a
-    negative threshold, a limit below 16 bytes or a collective the cluster lacks.
+    `threshold` is the size in bytes up to which gradients are batched, by default 1.5 alpha/beta. The plan has an
+    `op_order` if serialization finds an order that differs from the captured one. A batch is sent before it exceeds
+    `max_message_bytes`; a larger gradient is a message of its own. Raises `InputError` if the threshold is negative,
+    the limit is below 16 bytes, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     cost = cluster.cost(name)
@@ -120,17 +113,16 @@ def caramel(  # noqa: PLR0913
 
 
 def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
-    """Return the tensors in the order in which their gradients become ready; ties in the workload's order."""
+    """Return the tensors in the order in which their gradients become ready, or in the workload's order if they tie."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
 
 
 def threshold_bytes(cost: LinearCost) -> float:
-    """The least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
+    """Return the least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
-    It is 0 where startup is free, and infinite where only startup costs. If f(x) is
-    at the floor of the cost, 0.8 is passed at (1.6 floor - alpha) / (2 beta). Of a cost
-    that follows measured sizes, it follows the line through them.
+    The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is at the floor of
+    the cost, it is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is the line through them.
     """
     cost = cost.line
     if cost.startup_s == 0:
@@ -146,11 +138,10 @@ def threshold_bytes(cost: LinearCost) -> float:
 def batches(
     release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float, most: float = math.inf
 ) -> list[list[int]]:
-    """Groups of gradients (indices), one message each, in the order in which they go out.
+    """Return groups of gradients (indices), one group per message, in the order in which they are sent.
 
-    `release_s` must not decrease. A gradient larger than `threshold` bytes forms a
-    group alone, and no group of several has more than `most` bytes. Raises
-    `ValueError` when the sequences differ in length.
+    `release_s` must not decrease. A gradient larger than `threshold` bytes is a group of its own, and no group of
+    several gradients has more than `most` bytes. Raises `ValueError` if the sequences differ in length.
     """
     if len(release_s) != len(nbytes):
         raise ValueError(f"{len(release_s)} release times and {len(nbytes)} sizes (expected equal numbers)")
@@ -185,10 +176,10 @@ def batches(
 
 
 def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
-    """The number of chunks, up to `MAX_DEPTH` and of at least `threshold` bytes each, that makes a message cheapest.
+    """Return the cheapest number of chunks for a message: at most `MAX_DEPTH`, with `threshold` or more bytes each.
 
-    This is 1 where the cost is unknown: on a cluster that was measured at no other
-    depth, or for a collective that cannot be pipelined.
+    The result is 1 if the cost of more chunks is unknown, because the cluster was measured at no other depth or the
+    collective cannot be pipelined.
     """
     return min(
         (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
@@ -204,7 +195,7 @@ def _scheduled(
     order: tuple[int, ...],
     ready: list[float],
 ) -> list[Message]:
-    """The messages in the order that the packing finds."""
+    """Return the messages in the order that the packing finds."""
     after = tails(workload, order)
     backward = math.fsum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
     packing = pack(
@@ -219,7 +210,7 @@ def _scheduled(
 
 
 class Packing(NamedTuple):
-    """The messages (indices) in the order in which they go out, and the most that they add to the computation."""
+    """The order in which messages (indices) are sent, and the most seconds that they add to the computation."""
 
     order: list[int]
     added_s: float
@@ -233,17 +224,15 @@ def pack(
     backward_s: float,
     forward_s: float,
 ) -> Packing:
-    """Place every message in the backward pass or in the forward pass.
+    """Place every message in the backward pass or in the forward pass, and return the packing.
 
-    By message: `release_s` is when it may go out, `tail_s` the computation from its
-    first reader to the end of the iteration, `send_s` its time on the network.
-    `backward_s` and `forward_s` are the lengths of the two passes when nothing waits.
-    Equally large messages are placed in the order given. Raises `ValueError` when
-    the sequences differ in length.
+    For each message, `release_s` is when it may be sent, `tail_s` is the computation from its first reader to the end
+    of the iteration, and `send_s` is its time on the network. `backward_s` and `forward_s` are the lengths of the two
+    passes if nothing waits. Equally large messages are placed in the order given. Raises `ValueError` if the sequences
+    differ in length.
 
-    Seen backwards in time, the forward pass is another backward pass, whose release
-    times are the tails, so one `_Pass` serves both. "Forward pass" means everything
-    that computes after the backward pass, including optimizer ops.
+    Seen backwards in time, the forward pass looks like a backward pass with the tails as release times. So `_Pass`
+    serves both passes. "Forward pass" here includes all computation after the backward pass, also optimizer ops.
     """
     backward, forward = _Pass(backward_s), _Pass(forward_s)
     messages = list(zip(release_s, tail_s, send_s, nbytes, strict=True))
@@ -268,17 +257,17 @@ def pack(
 
 
 class _Pass:
-    """The network during one pass: what it carries, and how far it reaches beyond the end of the pass."""
+    """The network during one pass: the messages that it carries, and how far they extend beyond the end of the pass."""
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
         self.beyond_s = 0.0
         self.blocks: list[list[tuple[float, float]]] = []  # busy intervals in time order, with gaps between them
-        self.widest_s: list[float] = []  # by block: no gap before one of its intervals is longer; gaps only shrink
+        self.widest_s: list[float] = []  # by block: a limit on the gaps before its intervals; gaps only shrink
         self.placed: list[tuple[float, float, int]] = []  # start, end, message
 
     def earliest(self, release_s: float, send_s: float) -> float:
-        """The first time at which a message fits."""
+        """Return the first time at which a message fits."""
         start = release_s
         b, at = self._find(release_s)
         if at and self.blocks[b][at - 1][1] > start:
@@ -289,7 +278,7 @@ class _Pass:
             if at == 0 and self.widest_s[b] + _ROUNDING * end < send_s:
                 start = end
             else:
-                if at == 0 and start > release_s:  # the end of the interval before
+                if at == 0 and start > release_s:  # `start` is the end of the previous interval
                     self.widest_s[b] = max(map(sub, map(itemgetter(0), block), [start, *map(itemgetter(1), block)]))
                 while at < len(block) and start + send_s > block[at][0]:
                     start = block[at][1]
@@ -304,7 +293,7 @@ class _Pass:
         return max(0.0, end_s - self.length_s - self.beyond_s)
 
     def place(self, message: int, start_s: float, send_s: float) -> None:
-        """Place a message at a time where it fits, and join the busy intervals that it fills up."""
+        """Place a message at a time where it fits, and join busy intervals if it fills the gap between them."""
         end = start_s + send_s
         self.beyond_s += self.added_s(end)
         insort(self.placed, (start_s, end, message))
@@ -327,10 +316,13 @@ class _Pass:
             self.widest_s.insert(b, self.widest_s[b])
 
     def _find(self, moment_s: float) -> tuple[int, int]:
-        """Return the place (block, index) of the first interval from this time on, or one after a block."""
+        """Return the position (block, index) of the first interval at or after this time.
+
+        If the block has no such interval, the index is the number of its intervals.
+        """
         b = max(0, bisect_left(self.blocks, (moment_s,), key=itemgetter(0)) - 1)
         return b, bisect_left(self.blocks[b], (moment_s,)) if self.blocks else 0
 
     def order(self) -> list[int]:
-        """The messages in time order."""
+        """Return the messages in time order."""
         return [message for _, _, message in self.placed]

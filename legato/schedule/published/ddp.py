@@ -1,16 +1,15 @@
 """PyTorch's DistributedDataParallel: the buckets that it forms, and how to make it form better ones.
 
-DDP goes through the gradients in the order in which they became ready in the first
-iteration and fills buckets. A bucket is closed as soon as it holds at least its cap.
-By default the first cap is 1 MiB and all others are 25 MiB; `bucket_cap_mb_list`
-(PyTorch 2.13) sets each one, and its last cap holds for all further buckets. Buckets
-are sent in that order, and no forward op overlaps with them.
+DDP fills buckets with the gradients, in the order in which these became ready in the first iteration. A bucket is
+closed as soon as its size reaches its cap. By default, the cap of the first bucket is 1 MiB, and the cap of every other
+bucket is 25 MiB. `bucket_cap_mb_list` (PyTorch 2.13) sets each cap, and its last cap applies to all further buckets.
+Buckets are sent in the order in which they were filled, and no forward op overlaps with them.
 
-This describes DDP after it has rebuilt its buckets: from the second iteration on,
-from the third with `static_graph`, and never with `find_unused_parameters`.
+This describes DDP after it has rebuilt its buckets, which happens in the second iteration, in the third with
+`static_graph`, and never with `find_unused_parameters`.
 
-Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each of
-them separately. A workload records neither, and is taken to have one of each.
+Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each dtype and device separately. A
+workload records neither, so a single dtype and device are assumed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from legato.schedule.basics.compose import compose, message_limit, message_of, r
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "bucket_caps", "ddp"]
 
 _MIB = 2**20
-#: DDP's default caps: of the first bucket, and of all others.
+#: DDP's default caps: for the first bucket, and for all other buckets.
 FIRST_BUCKET_BYTES = 1 * _MIB
 BUCKET_BYTES = 25 * _MIB
 
@@ -42,15 +41,14 @@ def ddp(
     bucket_cap_mb_list: Sequence[float] | None = None,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """DDP's buckets, one message each.
+    """Return a plan that sends each of DDP's buckets as one message.
 
-    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP,
-    `bucket_bytes` is also the cap of the first bucket unless `first_bucket_bytes` is
-    given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and excludes
-    the other two. DDP closes a bucket when it has reached its cap. A bucket that the
-    next tensor would make larger than `max_message_bytes` is closed before; a larger
-    tensor has a bucket of its own. DDP does so with the caps that `bucket_caps` returns.
-    Raises `InputError` on a cap that is not above zero, or a limit below 16 bytes.
+    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP, `bucket_bytes` is also the cap of the first
+    bucket unless `first_bucket_bytes` is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and cannot
+    be combined with the other two options. A bucket is closed when it reaches its cap. It is closed earlier if the next
+    tensor would make it larger than `max_message_bytes`; a tensor above this limit has a bucket of its own. Stock DDP
+    forms the same buckets with the caps that `bucket_caps` returns. Raises `InputError` if a cap is not above zero or
+    the limit is below 16 bytes.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if bucket_cap_mb_list is not None:
@@ -72,7 +70,10 @@ def ddp(
 
 
 def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tuple[int, int]]:
-    """(start, stop) of each bucket, as `dist._compute_bucket_assignment_by_size` forms them, with at most `most`."""
+    """Return each bucket as (start, stop), as `dist._compute_bucket_assignment_by_size` forms it, up to `most` bytes.
+
+    A larger tensor is a bucket of its own.
+    """
     buckets: list[tuple[int, int]] = []
     start = stop = held = 0
     for stop, nbytes in enumerate(sizes, start=1):
@@ -87,15 +88,13 @@ def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tup
 
 
 def bucket_caps(plan: Plan) -> list[float]:
-    """The `bucket_cap_mb_list` (MiB) with which stock DDP forms this plan's messages as its buckets.
+    """Return the `bucket_cap_mb_list` (MiB) that makes stock DDP's buckets equal to this plan's messages.
 
-    Each cap is the exact size of its bucket, so the last tensor of a bucket fills it
-    and no earlier one does. Sizes below 2**53 bytes are exact in MiB as floats. The
-    caps are right for models of one dtype, and for plans that merge neighbours in
-    DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on
-    a workload captured from the same model. Raises `PlanError` where no buckets can
-    do what the plan does: it partitions tensors, or sends other messages than
-    all-reduces.
+    Each cap is the exact size of its bucket, so a bucket is full with its last tensor and not before. Sizes below 2**53
+    bytes are exact in MiB as floats. The caps are correct for models of one dtype, and for plans that merge neighbours
+    in DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on a workload captured from the
+    same model. Raises `PlanError` if buckets cannot do what the plan does, because it partitions tensors or sends
+    messages other than all-reduces.
     """
     seen = set()
     for i, message in enumerate(plan.messages):

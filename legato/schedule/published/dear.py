@@ -1,23 +1,19 @@
-"""DeAR: divide every all-reduce into its halves, one during the backward pass and one before the forward pass.
+"""DeAR: divide every all-reduce into a reduce-scatter during the backward pass and an all-gather for the forward pass.
 
-Idea: a reduce-scatter needs only the gradient, and nothing needs its result except
-the all-gather that completes the all-reduce. So gradients are reduced and scattered
-during the backward pass, and gathered in forward order just before the next forward
-pass reads them. Communication overlaps with both passes, without priorities and
-without an additional startup time.
-Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining (Zhang, Shi, Chu, Wang, Li, Liu, ICDCS 2023), with the tensor fusion of its
-code: in forward order, fill buffers to less than 25 MiB.
+Idea: a reduce-scatter needs only the gradient, and nothing needs its result except the all-gather that completes the
+all-reduce. So gradients are reduced and scattered during the backward pass. They are gathered in forward order, just
+before the next forward pass reads them. Communication overlaps with both passes, without priorities and without an
+additional startup time.
+Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining (Zhang, Shi, Chu, Wang, Li,
+Liu, ICDCS 2023), with the tensor fusion of its code: in forward order, fill buffers to less than 25 MiB.
 Units: bytes.
 
 Deviations:
-- DeAR never divides a module. Here a group is filled tensor by tensor, in the order
-  in which the forward pass reads them.
-- DeAR launches an all-gather when the forward pass begins with the group before it. A
-  plan has no such event: the next all-gather goes out when the one before has ended,
-  which is never later.
-- DeAR tunes its buffer size during training (Bayesian optimisation); here it is an
-  option.
+- DeAR never divides a module. Here a group is filled tensor by tensor, in the order in which the forward pass reads the
+  tensors.
+- DeAR launches an all-gather when the forward pass reaches the previous group. A plan has no such event: each
+  all-gather starts when the previous all-gather has ended, which is never later.
+- DeAR tunes its buffer size during training (Bayesian optimisation); here it is an option.
 """
 
 from __future__ import annotations
@@ -52,19 +48,19 @@ def dear(
     buffer_bytes: int = BUFFER_BYTES,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Send two messages per group, all reduce-scatters before the first all-gather, with forward overlap.
+    """Return a plan that sends every group twice: all reduce-scatters, then all all-gathers, with forward overlap.
 
-    A group holds less than `buffer_bytes` and at most `max_message_bytes`, or one tensor;
-    `buffer_bytes=1` turns fusion off. Raises `InputError` when `buffer_bytes` is below 1
-    or the limit below 16 bytes, or on a collective the cluster lacks, and `PlanError` on
-    one that has no halves, or if the cluster has no other; by default, it is the first one that has.
+    Several tensors form a group if they have less than `buffer_bytes` and at most `max_message_bytes` together;
+    `buffer_bytes=1` turns fusion off. The default is the cluster's first collective with halves. Raises `InputError` if
+    `buffer_bytes` is below 1, the limit is below 16 bytes, or the cluster lacks the collective. Raises `PlanError` if
+    the collective, or every collective of the cluster, has no halves.
     """
     name = resolve_collective(in_halves(cluster, collective, "dear"), collective)
     most = message_limit(max_message_bytes)
     if buffer_bytes < 1:
         raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
     groups = _groups(workload, min(buffer_bytes - 1, most))
-    # A group is complete with its last gradient; groups complete at the same op go in backward order.
+    # A group is complete with its last gradient. Groups that are complete at the same op are sent in backward order.
     complete = [max(workload.tensors[t].ready_after for t in group) for group in groups]
     backward = sorted(range(len(groups)), key=lambda g: (complete[g], -g))
     reduced = [message_of(workload, group, name) for group in groups]
@@ -74,6 +70,6 @@ def dear(
 
 
 def _groups(workload: Workload, most: float) -> list[list[int]]:
-    """Groups of tensors, one per buffer of at most `most` bytes, in the order in which the forward pass reads them."""
+    """Return groups of tensors of at most `most` bytes, in the order in which the forward pass reads the tensors."""
     place = priorities(workload)
     return in_turn(workload, sorted(range(len(place)), key=place.__getitem__), most)

@@ -1,24 +1,23 @@
 """Horovod: at every tick of a clock, fuse the gradients that are ready, up to a threshold.
 
-Idea: a background thread wakes up once per cycle, agrees with the other workers on
-the gradients that all of them have, and sends those together. This pays fewer startup
-times than one message per tensor, and needs no plan. The forward pass waits for all.
-Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are
-HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of its code.
+Idea: a background thread wakes up once per cycle, agrees with the other workers on the gradients that all of them have,
+and sends those together. This pays fewer startup times than one message per tensor, and needs no plan. The forward pass
+waits for all messages.
+Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are HOROVOD_CYCLE_TIME and
+HOROVOD_FUSION_THRESHOLD of its code.
 Units: seconds and bytes.
 
-The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Before,
-and in the papers that compare with Horovod, they were 5 ms and 64 MiB.
+The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Earlier versions, and the papers that compare
+with Horovod, used 5 ms and 64 MiB.
 
 Deviations:
-- A plan says what goes together and in which order, and has no clock. The messages are
-  those that the cycles form with the captured op times, with the first tick at the
-  start of the backward pass. The plan leaves out that a message waits for its tick, up
-  to a cycle after its last gradient, and what the negotiation costs. A prediction is
-  too short by these two times.
-- Ticks go on while messages are under way, as with NCCL. With MPI or Gloo the thread
-  itself sends, and a long message delays the next tick.
-- A workload has one dtype, and there is no response cache.
+- A plan says which tensors are sent together and in which order, and has no clock. The messages are those that the
+  cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore
+  that a message waits for its tick, up to a cycle after its last gradient. They also ignore the cost of the
+  negotiation. So predicted iterations are too short by these two times.
+- Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread itself sends, so a long
+  message delays the next tick.
+- A workload has only one dtype, and there is no response cache.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ def horovod(
     cycle_time_s: float = CYCLE_TIME_S,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Send the messages that the cycles form, in ready order; a threshold of 0 turns fusion off.
+    """Return a plan that sends the messages that the cycles form, in ready order.
 
-    A tensor larger than the threshold is sent alone. `max_message_bytes` is another
-    threshold. Raises `InputError` on a threshold below 0 (or 16 bytes), a cycle shorter
-    than a nanosecond, or a collective the cluster lacks.
+    A tensor larger than the threshold is a message of its own, and a threshold of 0 turns fusion off. If
+    `max_message_bytes` is lower, it replaces the threshold. Raises `InputError` if the threshold is below 0, the limit
+    is below 16 bytes, a cycle is shorter than a nanosecond, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if fusion_threshold_bytes < 0:
@@ -69,7 +68,7 @@ def horovod(
         raise InputError(f"cycle_time_s: {cycle_time_s} (expected finite seconds, at least {_SHORTEST_CYCLE_S})")
     ready, most = release_times(workload), min(most, fusion_threshold_bytes)
     groups: list[list[int]] = []
-    tick = held = 0  # of the last group: the cycle in which it leaves, and its bytes
+    tick = held = 0  # the cycle in which the last group leaves, and its bytes
     for t in ready_order(workload):
         sees, nbytes = math.ceil(ready[t] / cycle_time_s), workload.tensors[t].nbytes
         if groups and sees == tick and held + nbytes <= most:

@@ -1,36 +1,31 @@
 """The exact optimum of MG-WFBP's own problem, in O(L) for L tensors.
 
-Idea: with the gradients in ready order, let f(j) be the earliest moment at which the
-first j of them can have arrived. The last message carries those from i to j, for some
-i, and starts when the ones before have arrived and gradient j is ready:
+Idea: with the gradients in ready order, let f(j) be the earliest moment at which the first j gradients can have
+arrived. The last message carries the gradients after i up to j, for some i. It starts when the first i gradients have
+arrived and gradient j is ready:
 
     f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
 
-Merging neighbours in ready order loses nothing. Any other grouping, order or
-partitioning can be turned into such messages that end no later, by moving every byte
-into the first message that starts after the byte is ready.
-Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019), whose
-Algorithm 1 does not solve it. The recurrence is ours.
+It is enough to merge neighbours in ready order. Any plan with another grouping, order or partitioning can be turned
+into such messages that end no later: move every byte into the first message that starts after the byte is ready.
+Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019). Their Algorithm 1 does not solve it. The
+recurrence is ours.
 Units: seconds and bytes.
 
-The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so the i with
-f(i) <= ready(j), for which the message waits for its gradient, are a prefix that only
-grows with j. The best of them is the last, since it leaves the least to send. For all
-other i the message waits for the network, and the best i has the least
-f(i) - beta * bytes(0..i). This is the first of them, because that value never falls:
-f(j) - beta * bytes(0..j) is alpha plus the least of terms that all grow with j, or
-alpha more than an earlier value.
+The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
+that only grows with j. For these i, the message waits for its gradient, and the last i is best, since it leaves the
+fewest bytes to send. For all larger i, the message waits for the network, and the best i has the least f(i) - beta *
+bytes(0..i). This is the first of the larger i, because the value never falls: f(j) - beta * bytes(0..j) is alpha plus
+the least of terms that all grow with j, or alpha more than an earlier value.
 
-Of several plans that end at the same time, the one with fewer messages is taken.
+If several plans end at the same time, the plan with the fewest messages is taken.
 
-A cost with a floor (`LinearCost.floor_s`) has two parts. The i from some place on, which
-only grows with j, make messages that cost the floor, and the first of them is the best.
-For the others, the same holds as above, except that f(i) - beta * bytes(0..i) may fall. So
-the least of it over a window is kept, of which both ends only move on (a monotone queue),
-and the recurrence still takes O(L). Up to `_FEW` gradients it is evaluated as it stands,
-which is as fast and finds plans with the least rounding errors. Its result is then the
-best way to merge neighbours in ready order. It does not move bytes into a message below
-the floor, where they would travel for free.
+A cost with a floor (`LinearCost.floor_s`) divides the i at a place that only grows with j. From this place on, a
+message costs the floor, and the first i is best. Before it, the above applies, except that f(i) - beta * bytes(0..i)
+may fall. So a monotone queue keeps the least such value in a window that only moves forward, and the recurrence still
+takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly, which is as fast and finds plans with the
+least rounding errors. The result is then the best way to merge neighbours in ready order. It does not move bytes into a
+message below the floor, although that message could carry them for free.
 """
 
 from __future__ import annotations
@@ -57,18 +52,18 @@ from legato.schedule.basics.compose import (
 
 __all__ = ["earliest_finishes", "merge_neighbours", "merge_optimal"]
 
-#: Up to this number of gradients, a cost with a floor is tried for every pair of them.
+#: Up to this number of gradients, a cost with a floor is tried for every pair of gradients.
 _FEW = 4096
 
 
 def merge_optimal(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
 ) -> Plan:
-    """The fastest plan without forward overlap.
+    """Return the fastest plan without forward overlap.
 
-    With `max_message_bytes`, it is the fastest of those that merge neighbours in ready
-    order into messages of at most this size; a larger tensor is sent alone. Raises
-    `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    With `max_message_bytes`, this is the fastest plan that merges neighbours in ready order into messages of at most
+    this size; a larger tensor is a message of its own. Raises `InputError` if the limit is below 16 bytes or the
+    cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     order, ready = ready_order(workload), release_times(workload)
@@ -81,10 +76,10 @@ def merge_optimal(
 def merge_neighbours(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[float, list[tuple[int, int]]]:
-    """The pair (f(n), messages as (start, stop) ranges), for gradients whose `release_s` never decreases.
+    """Return f(n), and the messages as (start, stop) ranges of gradients; `release_s` must never decrease.
 
-    A message of several gradients has at most `most` bytes.
-    Raises `ValueError` when the sequences differ in length or hold nothing.
+    A message of several gradients has at most `most` bytes. Raises `ValueError` if the sequences differ in length or
+    are empty.
     """
     if not release_s or len(release_s) != len(nbytes):
         counts = f"{len(release_s)} release times and {len(nbytes)} sizes"
@@ -103,12 +98,12 @@ def merge_neighbours(
 def earliest_finishes(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[list[float], list[int]]:
-    """The values f(0) to f(n), and the best i for each; ignores a floor of the cost."""
+    """Return the values f(0) to f(n), and the best i for each; a floor of the cost is ignored."""
     upto = list(accumulate(nbytes, initial=0))
     sent = [cost.beta_s_per_byte * total for total in upto]  # time of bytes 0..j without alpha
-    finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last of them begins
+    finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last message begins
     waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
-    first, limited = 0, upto[-1] > most  # the first i from which on `most` bytes reach to j
+    first, limited = 0, upto[-1] > most  # the first i with at most `most` bytes from i to j
     alpha_s = cost.alpha_s
     for j, ready in enumerate(release_s, start=1):
         while waiting < j and finish[waiting] <= ready:
@@ -136,7 +131,7 @@ def earliest_finishes(
 def _with_floor(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float
 ) -> tuple[list[float], list[int]]:
-    """The same as `earliest_finishes`, for a cost with a floor."""
+    """Return what `earliest_finishes` returns, for a cost with a floor."""
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     finish, count, split = np.zeros(len(upto)), np.zeros(len(upto), dtype=int), [0]
     first = 0
@@ -153,7 +148,7 @@ def _with_floor(
 
 
 def _seconds(cost: LinearCost, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`cost.cost` of each."""
+    """Return `cost.cost` for each number of bytes."""
     if not cost.points:
         return np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * nbytes)
     beyond = max(float(nbytes.max()), 2 * cost.points[-1][0])
@@ -164,10 +159,10 @@ def _seconds(cost: LinearCost, nbytes: NDArray[np.float64]) -> NDArray[np.float6
 def _with_floor_of_many(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float
 ) -> tuple[list[float], list[int]]:
-    """The same as `_with_floor`, up to rounding, in O(L)."""
+    """Return what `_with_floor` returns, up to rounding, in O(L)."""
     upto = list(accumulate(nbytes, initial=0))
     finish, count, split = [0.0], [0], [0]
-    first = waiting = large = 0  # the first i within `most`; with f(i) > ready(j); whose message costs the floor
+    first = waiting = large = 0  # the first i: within `most`; with f(i) > ready(j); with a message at the floor
     idle, busy, idle_small, busy_small = (_Window() for _ in range(4))
     for j, ready in enumerate(release_s, start=1):
         while upto[j] - upto[first] > most and first < j - 1:
@@ -194,21 +189,21 @@ def _with_floor_of_many(
 
 
 class _Window:
-    """The place of the least of some keys (of equal ones, the first), in a window whose ends only move on."""
+    """A window over keys that only moves forward; it finds the least key, and the first one if keys are equal."""
 
     def __init__(self) -> None:
-        self.kept: deque[tuple[tuple[float, ...], int]] = deque()  # rising keys, each the least from there on
+        self.kept: deque[tuple[tuple[float, ...], int]] = deque()  # rising keys, each the least from its place on
         self.end = 0
 
     def add(self, place: int, key: tuple[float, ...]) -> None:
-        """Let the window end after this place."""
+        """Add a key, and let the window end after its place."""
         while self.kept and self.kept[-1][0] > key:
             self.kept.pop()
         self.kept.append((key, place))
         self.end = place + 1
 
     def least(self, begin: int) -> int:
-        """The place of the least key in the window, which begins here; -1 if the window is empty."""
+        """Let the window begin here, and return the place of its least key, or -1 if the window is empty."""
         while self.kept and self.kept[0][1] < begin:
             self.kept.popleft()
         return self.kept[0][1] if self.kept else -1

@@ -1,22 +1,19 @@
-"""MG-WFBP: merge a gradient with the next one if that one is ready within alpha.
+"""MG-WFBP: merge a gradient with the next one if the next one is ready within alpha.
 
-Idea: a message of its own costs a layer the startup time alpha; holding the layer back
-until the next gradient is ready costs the wait. Layer l is merged into the next one,
-l-1, when the wait is shorter: ready(l-1) - tau_c(l) < alpha, where tau_c(l) is the
-moment at which the network could start on layer l.
+Idea: if a layer is sent as its own message, this costs the startup time alpha. If the layer is held back until the next
+gradient is ready, this costs the time of waiting. Layer l is merged into the next layer, l-1, when the wait is shorter:
+ready(l-1) - tau_c(l) < alpha, where tau_c(l) is the earliest moment at which the network could start to send layer l.
 Paper: MG-WFBP (Shi, Chu, Li, INFOCOM 2019), Theorem 1 and Algorithm 1.
 Units: seconds and bytes.
 
 Deviations:
-- The paper recomputes every start time after every merge, in O(L^2). A merge changes
-  the start of later layers only, which the loop has not reached yet, so one scan in
-  O(L) finds the same merges.
-- A layer is a tensor here, in ready order. Of two tensors that are ready at the same
-  op, the second has no backward time of its own.
-- As printed, line 9 leaves the backward start of layer 1 unset and line 13 reads that
-  of layer 0. The end of the backward pass is meant (equation 26).
-- The theorem claims that the result is optimal. It is not; `merge_optimal.py` finds
-  the optimum.
+- The paper recomputes every start time after every merge, in O(L^2). A merge changes only the start times of later
+  layers, which the loop has not reached yet. So one scan in O(L) finds the same merges.
+- Here each tensor is a layer, and layers are in ready order. If two tensors are ready at the same op, the second one
+  takes no backward time.
+- As printed, line 9 leaves the backward start of layer 1 unset, and line 13 reads the start of layer 0. The paper means
+  the end of the backward pass (equation 26).
+- The theorem claims that the result is optimal. It is not; `merge_optimal.py` finds the optimum.
 """
 
 from __future__ import annotations
@@ -39,16 +36,16 @@ __all__ = ["mg_wfbp"]
 def mg_wfbp(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
 ) -> Plan:
-    """Send the groups of Algorithm 1, one message each.
+    """Return a plan that sends each group of Algorithm 1 as one message.
 
-    A layer is not merged where this makes more than `max_message_bytes`. Raises
-    `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    A layer is not merged if the message would exceed `max_message_bytes`. Raises `InputError` if the limit is below 16
+    bytes or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     cost = cluster.cost(name)
     order, ready = ready_order(workload), release_times(workload)
     groups: list[list[int]] = []
-    start, nbytes = 0.0, 0  # of the last group: when the network could begin it, and its bytes
+    start, nbytes = 0.0, 0  # when the network could start to send the last group, and its bytes
     for t in order:
         merged = nbytes + workload.tensors[t].nbytes
         if groups and ready[t] - start < cost.startup_s and merged <= most:

@@ -1,19 +1,16 @@
 """P3: partition gradients into slices, and send first what the next forward pass reads first.
 
-Idea: the next forward pass begins with the first layers, whose gradients come last.
-With slices, an urgent gradient can overtake a large one that is under way, and a
-forward op starts as soon as its own parameters have arrived.
-Paper: Priority-Based Parameter Propagation (Jayarajan et al., SysML 2019), section 4;
-cited by PACE (section VII) and TicTac.
+Idea: the next forward pass begins with the first layers, whose gradients come last. With slices, an urgent gradient can
+overtake a large gradient that is being sent, and a forward op starts as soon as its own parameters have arrived.
+Paper: Priority-Based Parameter Propagation (Jayarajan et al., SysML 2019), section 4; cited by PACE (section VII) and
+TicTac.
 Units: seconds and bytes.
 
 Deviations:
-- P3 keeps a priority queue at run time and talks to parameter servers. Here the plan
-  is a fixed order of all-reduces, the one that such a queue would produce with the
-  captured op times: whenever the network is free, the ready slice that is read first
-  goes out.
-- P3 partitions into slices of 50,000 parameters. The default here is 4 MiB, because
-  every slice costs an alpha.
+- P3 keeps a priority queue at run time and talks to parameter servers. Here the plan is a fixed order of all-reduces:
+  the order that such a queue would produce with the captured op times. Whenever the network is free, it sends the ready
+  slice that the forward pass reads first.
+- P3 partitions into slices of 50,000 parameters. The default here is 4 MiB, because every slice costs an alpha.
 """
 
 from __future__ import annotations
@@ -47,12 +44,11 @@ def p3(
     slice_bytes: int = 4 * 2**20,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Send slices of at most `slice_bytes`, the most urgent first, with forward overlap.
+    """Return a plan that sends slices of at most `slice_bytes`, the most urgent first, with forward overlap.
 
-    The runtime sends whole elements, so `slice_bytes` should be a multiple of 8. A lower
-    `max_message_bytes`, rounded down to a multiple of 16, replaces it. Raises
-    `InputError` when it is below 1 (or 16) or makes too many slices, or on a collective
-    the cluster lacks.
+    The runtime sends whole elements, so `slice_bytes` should be a multiple of 8. If `max_message_bytes` is lower, it is
+    used instead, rounded down to a multiple of 16. Raises `InputError` if `slice_bytes` is below 1, `max_message_bytes`
+    is below 16, there are too many slices, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if slice_bytes < 1:

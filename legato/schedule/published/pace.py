@@ -4,53 +4,45 @@ Paper: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training
 (Bao, Peng, Chen, Wu, INFOCOM 2020).
 Units: seconds and bytes.
 
-*The schedule* (section IV). An all-reduce that is under way is interrupted the
-moment a more urgent one becomes ready, so the network never works on a gradient
-that can wait. The paper looks for the x_i(t), which operator has the network in
-which time slot, that minimise max(y_i + L_i): arrival plus the longest path of
-computation after it (Theorem 1). It solves an integer program with T N variables
-and coefficients of (T N)^t. This is the problem 1 | r_j, pmtn | L_max, for which
-Jackson's rule is exactly optimal in O(n log n), without slots (`jackson.py`).
+*The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
+sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
+has the network in time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
+computation after it (Theorem 1). It solves an integer program with T N variables and coefficients of (T N)^t. This is
+the problem 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
+(`jackson.py`).
 
-A partition costs nothing in the paper; only a fused tensor pays a startup time. In
-the plan, every piece of the schedule is a message and pays its own, so the
-iteration takes longer than the paper's oracle believes.
+In the paper, partitioning costs nothing, and a fused tensor pays the startup time once. In the plan, every piece of the
+schedule is a message that pays its own startup time, so the iteration takes longer than the paper's oracle predicts.
 
-*Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first,
-since their startup times would cost more than preemption gains. Tensors that are
-ready at about the same time form groups of about the same size: for a number R of
-groups, the chain of tensors in ready order is divided so that the smallest group
-is as large as possible. Of all R, the one is taken whose fused tensors the
-preemptive schedule delivers best.
+*Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first, since their startup times would cost
+more than preemption saves. Tensors that are ready at about the same time form groups of about the same size: for a
+number R of groups, the chain of tensors in ready order is divided so that the smallest group is as large as possible.
+Finally, the R is taken for which the preemptive schedule of the fused tensors is best.
 
 The recursion for R groups tries every first group of a chain,
 
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
-and takes the shortest group that attains the maximum. A longer first group holds
-more and leaves less, so the maximum is where the two cross, and the crossing moves
-to the right with i. So a row of the table is one search for rising values in a rising
-sequence: O(N R) where the recursion takes O(N^2 R). The groups are the same.
+and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer, so the
+maximum is where both sizes cross, and this crossing moves to the right with i. So one search for rising values in a
+rising sequence fills a row of the table, in O(N R) where the recursion takes O(N^2 R). The groups are the same.
 
 Deviations:
-- `compute`: the paper assumes "unlimited" devices, on which every op runs as soon
-  as it can. The default is "one" stream that runs the ops in the captured order.
-  The computation after an arrival is then everything from its first reader on,
-  and the schedule is still exactly optimal.
-- The paper combines the gradients of one op beforehand. They may have different
-  readers, so fusion decides this here.
-- Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element
-  is divided. A partition that becomes empty is not sent.
-- As printed, constraint 7 lets a gradient be sent in the slot in which it is still
-  being computed (t < z should read t <= z).
-- A fused tensor costs what the linear model says that the paper fits to its
-  measurements, including its constant. Equation 1 has no constant, and without one
-  fusion never helps.
-- For "large" N the paper searches R at random (a momentum method that it does not
-  describe). Here every R up to 399 is tried (the paper's models have up to 164
-  tensors), then one in R / 200. The search stops where nothing better can come,
-  because all communication is hidden already or R startup times alone take longer. It
-  also stops where the table has 2^27 entries: at 1,342 groups of 100,000 tensors.
+- `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"
+  stream that runs the ops in the captured order. Then all ops from the first reader on come after an arrival, and the
+  schedule is still exactly optimal.
+- The paper combines the gradients of one op beforehand. Here fusion decides whether to combine them, since they may
+  have different readers.
+- Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element is divided. A partition that
+  becomes empty is not sent.
+- As printed, constraint 7 lets a gradient be sent in the slot in which it is still being computed (t < z should read t
+  <= z).
+- The cost of a fused tensor is the linear model that the paper fits to its measurements, including the constant.
+  Equation 1 has no constant, and without a constant, fusion never helps.
+- For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
+  tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
+  no larger R can be better, because all communication is already hidden or R startup times take longer. It also stops
+  when the table has 2^27 entries, which is at 1,342 groups of 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -84,7 +76,7 @@ from legato.simulator.period import Compute
 __all__ = ["Chain", "balanced", "fuse", "pace", "preemptive"]
 
 
-#: Every number of groups R is tried up to twice this, then one in R / _DENSE.
+#: Every number of groups R up to twice this is tried; after that, R grows in steps of R / _DENSE.
 _DENSE = 200
 
 #: The most entries of the table of groups. They take half a gigabyte.
@@ -100,12 +92,11 @@ def pace(
     fusion: bool = True,
     max_message_bytes: int | None = None,
 ) -> Plan:
-    """Send one message for each piece of the optimal preemptive schedule, with forward overlap.
+    """Return a plan that sends each piece of the optimal preemptive schedule as one message, with forward overlap.
 
-    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without
-    `fusion`, the tensors are scheduled as they are (section IV alone). Pieces of more
-    than `max_message_bytes` are divided. Raises `InputError` on an unknown compute
-    setting, a limit below 16 bytes or a collective the cluster lacks.
+    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without `fusion`, the tensors are scheduled
+    as they are (only section IV). Pieces of more than `max_message_bytes` are divided. Raises `InputError` if the
+    compute setting is unknown, the limit is below 16 bytes, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
@@ -125,7 +116,7 @@ def pace(
 
 
 def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
-    """Release times and tails; on one stream, a tail includes the optimizer ops where the plan will have them."""
+    """Return release times and tails. On one stream, a tail includes the optimizer ops, in the plan's order."""
     if compute != "one":
         return heads_tails(workload, compute, "captured")
     return HeadsTails(release_times(workload), tails(workload, workload.iteration_order()), workload.compute_s)
@@ -133,7 +124,7 @@ def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
 
 @dataclass(frozen=True)
 class Chain:
-    """All-reduce operators in ready order: release time, size, and the computation after (PACE's z, S and L)."""
+    """All-reduce operators in ready order: release times, sizes, and the computation after each (PACE's z, S, L)."""
 
     release_s: list[float]
     nbytes: list[int]
@@ -148,7 +139,10 @@ class Chain:
         return np.array(self.tail_s)
 
     def fused(self, ends: Sequence[int]) -> Chain:
-        """The chain of groups with these ends: ready with the last tensor, as urgent as the most urgent one."""
+        """Return the chain of groups with these ends.
+
+        A group is ready when its last tensor is, and as urgent as its most urgent tensor.
+        """
         begins = [0, *ends[:-1]]
         return Chain(
             [self.release_s[end - 1] for end in ends],
@@ -158,16 +152,16 @@ class Chain:
 
 
 def preemptive(chain: Chain, cost: LinearCost) -> tuple[float, list[tuple[int, float, float]]]:
-    """The best preemptive schedule: its latest arrival plus tail (seconds) and its pieces (operator, start, stop)."""
+    """Return the best preemptive schedule: the largest arrival + tail (seconds), and pieces (operator, start, stop)."""
     pieces = jackson(chain.release_s, [cost.cost(nbytes) for nbytes in chain.nbytes], chain.tail_s)
     return max(stop + chain.tail_s[i] for i, _, stop in pieces), pieces
 
 
 def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
-    """Where the groups end in the best fused chain: Algorithm 1.
+    """Return where the groups end in the best fused chain (Algorithm 1).
 
-    `compute_s` is the time of an iteration when communication is free. Of equal
-    iteration times, the one with the fewest groups is taken.
+    `compute_s` is the time of an iteration if communication is free. If several chains have the same iteration time,
+    the chain with the fewest groups is taken.
     """
     best_s, best = math.inf, [len(chain.nbytes)]
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)
@@ -187,12 +181,12 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
 
 
 def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
-    """For R = 1, 2, ..., N: where R groups of neighbours end, with the smallest group as large as possible."""
+    """Yield, for R = 1, 2, ..., N, where R groups of neighbours end if the smallest group is as large as possible."""
     count = len(nbytes)
     sums = [*accumulate(nbytes, initial=0)]
     upto = np.array(sums, dtype=np.int64 if sums[-1] < 2**63 else object)
     least = upto[count] - upto[:count]  # MaxMinSize(i, R) for the current R
-    first_end = [np.full(count, count, np.uint32)]  # for every R, where the first group of the chain from i on ends
+    first_end = [np.full(count, count, np.uint32)]  # by R, i: end of the first group from i on
     for groups in range(1, count + 1):
         if groups > 1:
             least, row = _one_more_group(upto, least)
@@ -204,20 +198,21 @@ def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-    """MaxMinSize(., R) from MaxMinSize(., R - 1), and where the first of the R groups ends."""
-    last = len(least) - 1  # the first group can go up to here
+    """Return MaxMinSize(., R), given MaxMinSize(., R - 1), and where the first of the R groups ends."""
+    last = len(least) - 1  # the latest end of the first group
     before, starts = upto[:last], np.arange(last)
-    ends = np.maximum(np.searchsorted(before - least[:last], before), 1)  # the first where the group is no smaller
+    # The shortest first group that is no smaller than the smallest group of the rest.
+    ends = np.maximum(np.searchsorted(before - least[:last], before), 1)
     sizes = np.minimum(upto[ends] - before, least[ends])
     shorter = upto[ends - 1] - before
-    better = (ends - 1 > starts) & (shorter >= sizes)  # there the group is still the smaller side
+    better = (ends - 1 > starts) & (shorter >= sizes)  # a shorter first group is as good or better
     return np.where(better, shorter, sizes), np.where(better, ends - 1, ends).astype(np.uint32)
 
 
 def _partition(
     groups: Sequence[Joined], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
 ) -> list[tuple[Slice, ...]]:
-    """The slices that each piece carries: its share of the group's bytes is its share of the group's time."""
+    """Return the slices of each piece, which gets the same share of its group's bytes as of the group's time."""
     last = {i: k for k, (i, _, _) in enumerate(pieces)}
     busy, sent = [0.0] * len(groups), [0] * len(groups)
     messages = []

@@ -1,54 +1,48 @@
-"""TicTac: order the pulls from parameter servers by what a worker's graph says about them.
+"""TicTac: order the pulls from parameter servers by the structure of a worker's graph.
 
-The graph of a worker begins with one transfer (`recv`) per parameter, its pull from
-a parameter server. An op's *communication dependency* is the set of transfers that
-it needs, directly or through other ops. While a set R of transfers is outstanding,
-section 4.1 (Algorithm 1) defines
+The graph of a worker begins with one transfer (`recv`) per parameter: the pull of the parameter from its server. An
+op's *communication dependency* is the set of transfers that it needs, directly or through other ops. While a set R of
+transfers is outstanding, section 4.1 (Algorithm 1) defines
 
     an op        M    the time of all its outstanding transfers
     a transfer   M    its own time
-                 P    the computation that it alone holds up: all ops that need it and no other transfer of R
+                 P    the computation that waits only for this transfer: the ops that need no other transfer of R
                  M+   the least M of an op that needs it and at least one more of R; infinite if there is none
 
-*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter
-is the more urgent, the fewer transfers it takes to start the first op that needs it
-together with others: its priority is M+ when every transfer takes 1 and every op 0.
+*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter is more urgent if fewer transfers
+are needed to start the first op that needs this parameter together with others. Its priority is M+ if every transfer
+takes time 1 and every op takes time 0.
 
-*TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers
-left, A goes first if T(A, B) < T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B:
-the computation that A alone holds up runs while B is on its way. That is
-min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. Where
-this makes no difference, the transfer that completes an op with the fewest
-transfers goes first (least M+). An op's time is the least of 5 runs (section 5),
-which is what `legato capture` gives; a transfer takes as long as its pull.
+*TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers left, A comes first if T(A, B) <
+T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs while B is being sent.
+The condition is equivalent to min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. If both
+orders take equally long, the transfer that completes an op with the fewest transfers comes first (least M+). An op's
+time is the least of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as its pull.
 
 Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019).
 Units: transfers for TIC, whole picoseconds for TAC.
 
 Deviations:
-- M+ leaves ties. For example, the first two parameters of a chain have the same M+,
-  because the op that the first one alone holds up does not count. TicTac sends equal
-  transfers in any order. Here they follow the order in which the captured forward
-  pass first reads them, in TIC and in TAC.
-- Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). Its own
-  derivation, equation 2, is implemented.
-- The paper calls its comparator transitive. It is not, because equality is not: with
-  (M, P) of A (1, 3), B (1, 1), C (3, 1), A goes before C, and B equals both, so M+
-  may put C before B and B before A. TAC's next transfer is therefore the one with
-  the least M+ among those that no other one precedes by equation 2. (Equation 2
-  alone has no cycle: it refines to Johnson's order, first those with M < P by
-  rising M, then the others by falling P.)
+- M+ leaves ties. For example, the first two parameters of a chain have the same M+, because the op that waits only for
+  the first one does not count. TicTac sends tied transfers in any order. Here TIC and TAC send them in the order in
+  which the captured forward pass first reads their parameters.
+- Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
+  derivation, equation 2.
+- The paper calls its comparator transitive. It is not transitive, because ties are not: with (M, P) of A (1, 3), B (1,
+  1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's next transfer is
+  therefore the transfer with the least M+ among those that no other transfer precedes by equation 2. (Equation 2 alone
+  has no cycle. It can be refined to Johnson's order: first the transfers with M < P by rising M, then all others by
+  falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
-[Note: sets] Ops with the same dependency have the same M, and P only adds them up.
-So ops are held as distinct sets with the sum of their times. A chain of n layers
-has n sets, and its whole backward pass is one. A set is a row of bits; completing a
-transfer updates the rows that hold it, and nothing is recomputed.
+[Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
+sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole backward pass has
+a single one. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
-[Note: counts] TIC needs only the number of transfers of each set. The sets of ops grow
-along the graph, so of all ops that need a transfer the first ones with several have the
-fewest. Where the sets are too large to be held, a cover of the graph by chains counts
-them (`reach.py`): a transfer counts at the op that reads it, if only one does.
+[Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow along the graph. So of all ops
+that need a transfer together with others, the earliest ops need the fewest transfers. If the sets are too large to
+store, a cover of the graph by chains counts the transfers (`reach.py`). A transfer with a single reader is counted at
+this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week is 6e17 of at most 9e18.)
@@ -85,36 +79,36 @@ __all__ = [
 
 #: M+ of a transfer that no op needs together with another one.
 NEVER = np.iinfo(np.int64).max
-#: A set of tensors that some op needs has a bit for each tensor: 128 MiB in all.
+#: The most bits of all distinct sets of tensors that ops need, with a bit for each tensor: 128 MiB.
 _MOST_NEEDS = 2**30
-#: The same for the sets of all forward ops, before it is known which are different: 512 MiB.
+#: The most bits of the sets of all forward ops, before equal sets are merged: 512 MiB.
 _MOST_BITS = 2**32
-#: Up to this number of bits, TIC counts them.
+#: Up to this number of bits, TIC counts the bits of the sets.
 _FEW_BITS = 2**26
-#: Sets that are unpacked at once, and transfers that are looked up one by one.
+#: The number of sets to unpack at once, and the most transfers to look up one by one.
 _ROWS = 64
 
 
 def tic(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, placement: Placement = "round-robin"
 ) -> Plan:
-    """Push in ready order, pull in TIC's order. Raises `InputError` without servers, or on an unknown setting."""
+    """Return a plan that pushes in ready order and pulls in TIC's order. Raises `InputError` as `push_and_pull`."""
     return push_and_pull("tic", tic_order(workload), workload, cluster, collective, placement)
 
 
 def tic_order(workload: Workload, *, inference: bool = False) -> list[int]:
-    """The indices of the tensors in TIC's order, for a worker or an inference agent.
+    """Return the indices of the tensors in TIC's order, for a worker or an inference agent.
 
-    Raises `TooLargeError` on too many tensors in a graph that is very wide.
+    Raises `TooLargeError` if there are too many tensors and the graph is very wide.
     """
     impending, place = least_counts(workload, inference=inference), priorities(workload)
     return sorted(range(len(place)), key=lambda t: (impending[t], place[t], t))
 
 
 def least_counts(workload: Workload, *, inference: bool = False) -> list[int]:
-    """M+ of each tensor when every transfer takes 1; `NEVER` where it is infinite ([Note: counts])."""
+    """Return M+ of each tensor if every transfer takes 1, or `NEVER` if M+ is infinite ([Note: counts])."""
     counts = _counts(workload, inference)
-    least = [count if count > 1 else NEVER for count in counts]  # by op: of it and the ops after it
+    least = [count if count > 1 else NEVER for count in counts]  # by op: the least of this op and those after it
     for i in reversed(range(len(counts))):
         for dep in workload.ops[i].deps:
             if counts[dep] < 2:
@@ -124,7 +118,7 @@ def least_counts(workload: Workload, *, inference: bool = False) -> list[int]:
 
 
 def _counts(workload: Workload, inference: bool) -> list[int]:
-    """For each op that a worker runs, the number of tensors that it needs."""
+    """Return, for each op that a worker (or inference agent) runs, the number of tensors that the op needs."""
     ops, forward = _worker_ops(workload, inference), len(workload.phase_ops("forward"))
     if ops * len(workload.tensors) > _FEW_BITS:
         waits, counted = [list(workload.ops[i].deps) for i in range(ops)], [0.0] * ops
@@ -144,23 +138,23 @@ def _counts(workload: Workload, inference: bool) -> list[int]:
 
 
 def _worker_ops(workload: Workload, inference: bool) -> int:
-    """The number of ops that a worker runs, or an inference agent."""
+    """Return the number of ops that a worker, or an inference agent, runs."""
     return len(workload.phase_ops("forward")) + (0 if inference else len(workload.phase_ops("backward")))
 
 
 def tac(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, placement: Placement = "round-robin"
 ) -> Plan:
-    """Push in ready order, pull in TAC's order. Raises `InputError` without servers, or on an unknown setting."""
+    """Return a plan that pushes in ready order and pulls in TAC's order. Raises `InputError` as `push_and_pull`."""
     order = tac_order(workload, pull_seconds(workload, cluster, collective))
     return push_and_pull("tac", order, workload, cluster, collective, placement)
 
 
 def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: bool = False) -> list[int]:
-    """The indices of the tensors in TAC's order, for a worker or an inference agent.
+    """Return the indices of the tensors in TAC's order, for a worker or an inference agent.
 
-    `transfer_s[t]` is the time that the network takes for tensor t alone, in
-    seconds (the paper's Time(recv)).
+    `transfer_s[t]` is how many seconds the network takes for tensor t if it carries nothing else (the paper's
+    Time(recv)).
     """
     needs = find_dependencies(workload, inference=inference)
     op_time = [picoseconds(op.duration_s) for op in workload.ops[: len(needs)]]
@@ -175,10 +169,10 @@ def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: boo
 
 
 def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
-    """The outstanding transfers that no other one precedes by equation 2.
+    """Return the outstanding transfers that no other outstanding transfer precedes by equation 2.
 
-    min(P_A, M_B) < min(P_B, M_A), "B goes before A", holds exactly if P_A is
-    below both P_B and M_A, or M_B is below both P_B and M_A.
+    B comes before A if min(P_A, M_B) < min(P_B, M_A). This is true exactly if P_A is below both P_B and M_A, or M_B is
+    below both P_B and M_A.
     """
     left = np.flatnonzero(properties.outstanding)
     m, p = properties.time[left], properties.load[left]
@@ -190,12 +184,11 @@ def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
 
 
 def find_dependencies(workload: Workload, *, inference: bool = False) -> list[int]:
-    """For each op that a worker runs, the tensors that it needs, as a bit mask over `workload.tensors`.
+    """Return, for each op that a worker runs, the tensors that it needs, as a bit mask over `workload.tensors`.
 
-    A worker runs the forward and the backward ops, an inference agent only the
-    forward ops; the optimizer runs at the servers. Ops stand after those that they
-    depend on, so the traversal is one pass in order. Raises `TooLargeError` on too many
-    tensors and forward ops.
+    A worker runs the forward and backward ops, an inference agent only the forward ops, and the optimizer runs on the
+    servers. Ops come after the ops on which they depend, so one pass in order is enough. Raises `TooLargeError` if
+    there are too many tensors and forward ops.
     """
     forward, tensors = len(workload.phase_ops("forward")), len(workload.tensors)
     if forward * tensors > _MOST_BITS:
@@ -214,16 +207,15 @@ def find_dependencies(workload: Workload, *, inference: bool = False) -> list[in
 
 
 def picoseconds(seconds: float) -> int:
-    """Seconds as a whole number of picoseconds."""
+    """Return seconds as a whole number of picoseconds."""
     return round(seconds * 1e12)
 
 
 class TransferProperties:
-    """M, P and M+ of the outstanding transfers, kept up to date while they complete (Algorithm 1).
+    """M, P and M+ of the outstanding transfers, updated when transfers complete (Algorithm 1).
 
-    `dependencies[op]` is a bit mask over the transfers; `op_time[op]` and
-    `transfer_time[t]` are whole numbers of any unit. All transfers are
-    outstanding at first.
+    `dependencies[op]` is a bit mask over the transfers. `op_time[op]` and `transfer_time[t]` are whole numbers in the
+    same unit. At first, all transfers are outstanding.
     """
 
     def __init__(self, dependencies: Sequence[int], op_time: Sequence[int], transfer_time: Sequence[int]) -> None:
@@ -237,7 +229,7 @@ class TransferProperties:
             raise TooLargeError(f"tensors: {sizes} (expected at most {_MOST_NEEDS:,} pairs of both)")
         width = (transfers + 7) // 8
         packed = bytearray().join(needs.to_bytes(width, "little") for needs in loads)
-        #: `_bits[set]`: its transfers, eight to a byte; rows lose a bit when a transfer completes.
+        #: `_bits[set]`: the set's transfers, eight to a byte; when a transfer completes, its bit is cleared.
         self._bits = np.frombuffer(packed, np.uint8).reshape(len(loads), width)
         self._load = np.array(list(loads.values()), np.int64)
         self._count = np.array([needs.bit_count() for needs in loads], np.int64)
@@ -252,7 +244,7 @@ class TransferProperties:
         self._credit(np.flatnonzero(self._count == 1))
 
     def _held(self, transfer: int) -> NDArray[np.bool_]:
-        """Which sets hold a transfer."""
+        """Return which sets contain a transfer."""
         held: NDArray[np.bool_] = self._bits[:, transfer >> 3] & (1 << (transfer & 7)) != 0
         return held
 
@@ -266,12 +258,12 @@ class TransferProperties:
         self._credit(holders[self._count[holders] == 1])
 
     def _credit(self, sets: NDArray[np.intp]) -> None:
-        """Add the load of sets that hold one transfer each: their computation waits for nothing else."""
+        """Add the load of each set with only one transfer to this transfer's P, since its ops wait for nothing else."""
         only = np.unpackbits(self._bits[sets], axis=1, bitorder="little").argmax(axis=1)
         np.add.at(self.load, only, self._load[sets])
 
     def impending(self) -> NDArray[np.int64]:
-        """M+ of every transfer; `NEVER` where it is infinite, and for completed transfers."""
+        """Return M+ of every transfer, or `NEVER` if M+ is infinite or the transfer has completed."""
         result = np.full(len(self.time), NEVER, np.int64)
         shared = np.flatnonzero(self._count > 1)
         for row in shared[np.argsort(-self._m[shared], kind="stable")]:
@@ -280,7 +272,7 @@ class TransferProperties:
         return result
 
     def least_impending(self, candidates: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The ones of some outstanding transfers with the least M+; all of them if none has a finite M+."""
+        """Return the candidates (outstanding transfers) with the least M+, or all candidates if no M+ is finite."""
         asked: NDArray[np.bool_] = np.zeros(len(self._count), bool)
         if len(candidates) <= _ROWS:
             for transfer in candidates.tolist():

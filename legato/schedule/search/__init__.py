@@ -1,1 +1,1 @@
-"""The scheduler `legato`, and what it searches with."""
+"""The scheduler `legato`, and the parts of its search."""

@@ -1,4 +1,4 @@
-"""The task of all-reduces in one order of computation, and the plans of given messages."""
+"""The task of sending all-reduces in one order of computation, and the plans made from given messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from legato.simulator.pipelining import message_s
 
 __all__ = ["AllReduces"]
 
-#: What it costs to arrange updates, for each op.
+#: The work to arrange updates, for each op.
 _ARRANGE_S = 4e-7
 
 
 class AllReduces:
-    """The bytes to carry in this order of ops (empty: the captured one), and the plans of such messages."""
+    """The bytes to send in this order of ops (empty for the captured one), and the plans made from messages."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class AllReduces:
         whole_below: int | None,
         order: tuple[int, ...] = (),
     ) -> None:
-        """`times` are the release times and the tails, by tensor."""
+        """Prepare the task; `times` has the release times and the tails, by tensor."""
         self.problem, self.order = problem, order
         self.ready_s, tails = times
         self.blocks = blocks = Blocks(problem.workload, self.ready_s, tails)
         sent = blocks.release_s, blocks.tail_s, blocks.nbytes
         self.instance = Instance(*sent, problem.collectives.lines, bound_s, budget, whole_below)
-        #: whether optimizer ops may run when the computation would wait
+        #: Whether optimizer ops may run while the computation would wait.
         self.moves_updates = not order and bool(problem.workload.phase_ops("optimizer"))
 
     @cached_property
@@ -49,19 +49,18 @@ class AllReduces:
         return WorkConserving(self.problem.workload)
 
     def seconds(self, filled: Filled, instance: Instance) -> float:
-        """The seconds of an iteration with these messages of `instance`, which differs from this one in its tails."""
+        """Return the seconds of an iteration with these messages; `instance` may have tails other than `self`'s."""
         if not self.moves_updates or len(self.blocks.nbytes) < len(self.problem.workload.tensors):
             return filled.seconds
         instance.budget.spend(_ARRANGE_S * len(self.problem.workload.ops))
         return self.in_idle_time(instance.arrival_s(filled))[1]
 
     def plans(self, best: Filled) -> Iterator[Plan]:
-        """The plans of these messages.
+        """Yield the plans made from these messages.
 
-        If there are optimizer ops, in the captured order, there are also plans that run
-        them in idle time, and plans whose first messages complete tensors early, since an
-        update has to wait for the last byte of its gradient. The latter are left out where
-        several tensors share a block.
+        If updates may move, there are also plans that run updates in idle time, and plans with first messages that
+        complete tensors early, since an update has to wait for the last byte of its gradient. Plans of the last kind
+        are left out if several tensors share a block.
         """
         workload = self.problem.workload
         plan, arrival_s = self._plan(best)
@@ -78,7 +77,7 @@ class AllReduces:
             yield msgspec.structs.replace(plan, op_order=self.in_idle_time(arrival_s)[0])
 
     def _plan(self, best: Filled) -> tuple[Plan, list[float]]:
-        """The plan of these messages, and when each tensor arrives."""
+        """Return the plan of these messages, and when each tensor arrives."""
         workload, cluster = self.problem.workload, self.problem.cluster
         filled = [Message(slices) for pieces in best.messages if (slices := self.blocks.slices(pieces))]
         tensor_id = Period.of(workload).tensor_id

@@ -1,4 +1,4 @@
-"""Simulated annealing, the loop of every search: random changes; slower ones are accepted ever less often."""
+"""Simulated annealing, the loop of every search: make random changes, and accept slower states less and less often."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def anneal(
     rng: random.Random,
     done: Callable[[S], bool],
 ) -> S:
-    """The best state seen in some changes, or until the best one is `done`.
+    """Return the best state seen in this number of changes; stop earlier if the best state is `done`.
 
-    A state may be slower than the one before it by a fraction `heat` at first, and by nothing at the end
-    (Kirkpatrick, Gelatt, Vecchi: Optimization by Simulated Annealing, Science 1983). `change` returns None where
-    nothing can change.
+    At first, a state may be slower than the previous state by a fraction `heat`, which falls to 0 at the end
+    (Kirkpatrick, Gelatt, Vecchi: Optimization by Simulated Annealing, Science 1983). `change` returns None if nothing
+    can change.
     """
     state = best = start
     for k in range(changes):

@@ -1,11 +1,10 @@
-"""Neighbouring tensors joined to blocks, so that a search has no more than some thousands of things to send.
+"""Blocks of neighbouring tensors, which limit a search to a few thousand things to send.
 
-The time of a search grows with the number of tensors, or with its square. But messages of
-a model of 100,000 tensors hold hundreds of them, and which of two neighbours in ready
-order ends a message makes no difference. So tensors that become ready one after another
-form blocks of about equal size, and the search plans for those. A block is ready with its
-last tensor and as urgent as its most urgent one; it is partitioned like a tensor. A model
-with few tensors has one in each block.
+The time of a search grows with the number of tensors, or with its square. But if a model has 100,000 tensors, each
+message holds hundreds of tensors, and it does not matter which of two neighbours in ready order ends a message. So
+tensors that become ready one after another form blocks of about equal size, and the search plans for blocks. A block is
+ready with its last tensor and as urgent as its most urgent tensor; it is partitioned like a tensor. In a model with few
+tensors, each block has a single tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from legato.schedule.basics.joined import Joined
 
 __all__ = ["Blocks", "too_many_tensors"]
 
-#: Up to this number, tensors are planned for one by one; more of them form about this number of blocks.
+#: Up to this number, tensors are planned for one by one; more tensors form about this number of blocks.
 MOST_BLOCKS = 4096
 
 
@@ -29,10 +28,10 @@ def too_many_tensors(count: int) -> bool:
 
 
 class Blocks:
-    """Blocks of tensors, by index: their release times, tails and bytes, as `Instance` has them."""
+    """Blocks of tensors: their release times, tails and bytes by index, as `Instance` needs them."""
 
     def __init__(self, workload: Workload, release_s: Sequence[float], tail_s: Sequence[float]) -> None:
-        """`release_s` and `tail_s` are by tensor."""
+        """Form the blocks; `release_s` and `tail_s` are by tensor."""
         self.members = _members(workload, release_s)
         self.release_s = [max(release_s[t] for t in block) for block in self.members]
         self.tail_s = [max(tail_s[t] for t in block) for block in self.members]
@@ -40,9 +39,9 @@ class Blocks:
         self.nbytes = [joined.nbytes for joined in self._joined]
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> tuple[Slice, ...]:
-        """The slices of tensors in pieces of blocks, each a block, its first byte and the number of bytes.
+        """Return the slices of tensors in pieces of blocks; a piece is (block, first byte, number of bytes).
 
-        A piece that is too small to be divided has none.
+        Pieces are aligned, so a very small piece may have no slices.
         """
         found: list[Slice] = []
         for block, start, nbytes in pieces:
@@ -56,7 +55,7 @@ class Blocks:
 
 
 def _members(workload: Workload, release_s: Sequence[float]) -> list[list[int]]:
-    """The tensors (indices) of each block."""
+    """Return the tensors (indices) of each block."""
     count = len(workload.tensors)
     if not too_many_tensors(count):
         return [[t] for t in range(count)]

@@ -1,10 +1,9 @@
-"""How much a search may do: work, which is counted, and seconds, which are measured.
+"""Limits on how much a search may do: work, which is counted, and seconds, which are measured.
 
-A budget of seconds alone would make plans depend on the machine and on what else runs on
-it. So what ends a search is work: each step counts as the seconds that it takes on a
-processor of today, whatever it takes on this one. The same input then has the same plan
-everywhere. Seconds are a limit far above, for machines that are much slower or very busy;
-`cut` says whether they have ended the search.
+If seconds were the only limit, plans would depend on the machine and on what else runs there. So work ends a search:
+each operation counts as the seconds that it takes on a current processor, however long it takes on this one. The same
+input then has the same plan everywhere. The limit in seconds is far higher, for machines that are much slower or very
+busy; `cut` says whether this limit has ended the search.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """`work` (nominal seconds) that is left, to be done within `limit_s` (seconds)."""
+    """The `work` (nominal seconds) that is left, and a limit of `limit_s` (measured seconds) to do it."""
 
     def __init__(self, work: float = math.inf, limit_s: float = math.inf) -> None:
         self.work = work
@@ -25,20 +24,20 @@ class Budget:
         self._parent: Budget | None = None
 
     def part(self, fraction: float) -> Budget:
-        """At most this fraction of what is left; what it spends, this one spends too."""
+        """Return a budget for up to this fraction of the work that is left; work that it spends is spent here, too."""
         part = Budget(self.work * fraction)
         part._stop_at, part._parent = self._stop_at, self
         return part
 
     def spend(self, work: float) -> None:
-        """Count work that was done."""
+        """Subtract work that was done."""
         self.work -= work
         if self._parent is not None:
             self._parent.spend(work)
 
     @property
     def spent(self) -> bool:
-        """Return whether to stop."""
+        """Return whether the search must stop."""
         if self.work > 0 and time.perf_counter() > self._stop_at:
             self.cut = True
             if self._parent is not None:

@@ -1,4 +1,4 @@
-"""The plans among which the fastest is chosen: every other scheduler's, and whatever the search finds."""
+"""The fastest plan so far, among the plans of all other schedulers and the plans that the search finds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from legato.simulator.collective import iteration_time
 
 __all__ = ["FIRST", "Fastest", "contenders", "published"]
 
-#: In large models, a message costs little compared with its bytes. Then the preemptive optimum is nearly the optimum.
+#: The schedulers to try first for large models. Startup times matter little there, so preemptive plans are nearly
+#: optimal.
 FIRST = ("pace",)
-#: These merge neighbours in ready order and do not overlap with the forward pass. merge-optimal is the best of these.
+#: Schedulers that merge neighbours in ready order without forward overlap. merge-optimal is at least as fast as these.
 _MERGING = ("fifo", "single", "ddp", "mg-wfbp", "horovod")
 
 
 class Fastest:
-    """The fastest plan seen so far that can be run; of equally fast ones, the one with the fewest messages.
+    """The fastest runnable plan seen so far; if several plans are equally fast, the one with the fewest messages.
 
-    Messages that are too large are divided first.
+    Messages that are too large are divided before a plan is simulated.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -42,9 +43,9 @@ class Fastest:
         return self._plan
 
     def consider(self, plans: Iterable[Plan]) -> list[float]:
-        """Keep the best of these plans if it is better than the one so far.
+        """Keep the best of these plans if it is better than the fastest plan so far.
 
-        Returns the seconds of each, infinite for those that do not count.
+        Returns the seconds of each plan, which are infinite for plans that are not runnable.
         """
         problem, times = self.problem, []
         for plan in plans:
@@ -61,13 +62,13 @@ class Fastest:
         return times
 
     def consider_in_turn(self, plans: Iterator[Plan], enough_s: float) -> None:
-        """Make and consider one plan after the other, until the fastest is good enough."""
+        """Make and consider one plan after another, until the fastest plan takes at most `enough_s`."""
         while self.seconds > enough_s and (plan := next(plans, None)) is not None:
             self.consider([plan])
 
 
 def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHED) -> Iterator[Plan]:
-    """The plans of all other schedulers (or some of them) that can plan a model of this size, with this collective."""
+    """Yield the plans of these published schedulers with this collective; skip those that cannot plan the workload."""
     limit = {} if problem.max_message_bytes is None else {"max_message_bytes": problem.max_message_bytes}
     for name in names:
         with suppress(TooLargeError, PlanError):
@@ -76,6 +77,9 @@ def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHE
 
 
 def contenders(cluster: Cluster) -> list[str]:
-    """The published schedulers but the first, and but those that merge-optimal beats, where unpacking takes no time."""
+    """Return the published schedulers without `FIRST`, and without those that merge-optimal beats.
+
+    If unpacking takes time, merge-optimal may be slower, so no scheduler is left out because of it.
+    """
     beaten = () if cluster.unpack_s_per_byte else _MERGING
     return [name for name in PUBLISHED if name not in (*FIRST, *beaten)]

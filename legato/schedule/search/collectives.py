@@ -1,4 +1,4 @@
-"""How a message gets its collective: the cheapest one for its bytes, and its depth."""
+"""The choice of the cheapest collective and depth for the bytes of a message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class CheapestCollective(NamedTuple):
     most: float = math.inf
 
     def seconds(self, nbytes: int) -> float:
-        """The seconds of a message with the cheapest choice; one of too many bytes is sent as several full ones and a
-        rest.
+        """Return the seconds of a message with the cheapest choice.
+
+        A message above `most` bytes is sent as several full messages and one with the rest.
         """
         if self.most < math.inf:
             full, rest = divmod(nbytes, self.most)
@@ -38,7 +39,7 @@ class CheapestCollective(NamedTuple):
         return min([cost.cost(nbytes) for cost in self.costs])
 
     def choose(self, nbytes: int) -> tuple[str, int]:
-        """The cheapest collective and depth for a message."""
+        """Return the cheapest collective and depth for a message."""
         seconds = [cost.cost(nbytes) for cost in self.costs]
         return self.choices[seconds.index(min(seconds))]
 
@@ -47,9 +48,9 @@ class Collectives:
     """The collectives that a message of a cluster can use, and how long each message takes with the cheapest one."""
 
     def __init__(self, cluster: Cluster, names: Sequence[str], most: float) -> None:
-        """No message has more than `most` bytes."""
+        """Allow the collectives `names` in messages of up to `most` bytes."""
         self.cluster, self.names, self.most = cluster, names, most
-        # whether a formula gives the cost of chunks, and not a measurement
+        # Whether the cost of chunks comes from a formula instead of a measurement.
         self._priced_by_depth = cluster.reduce_s_per_byte > 0 and not cluster.depths
         ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
         costs = [cluster.cost(*way) for way in ways]
@@ -61,7 +62,7 @@ class Collectives:
                 not costs[i].points
                 and not costs[k].points
                 and all(x <= y for x, y in zip(other, terms[k], strict=True))
-                and (other, i) < (terms[k], k)  # of equal ones, the first
+                and (other, i) < (terms[k], k)  # among equal ways, keep the first
                 for i, other in enumerate(terms)
             )
 
@@ -76,7 +77,7 @@ class Collectives:
         return self if len(kept) == len(self.names) else Collectives(self.cluster, kept, self.most) if kept else None
 
     def way(self, nbytes: int, kind: Kind = "all_reduce") -> tuple[str, int]:
-        """The cheapest collective and depth for a message, also where a formula gives the cost of chunks."""
+        """Return the cheapest collective and depth for a message, also if the cost of chunks comes from a formula."""
         if kind != "all_reduce" and self.halved is not None and self.halved is not self:
             return self.halved.way(nbytes)
         if not self._priced_by_depth:
@@ -85,14 +86,14 @@ class Collectives:
         return min(ways, key=lambda way: (message_s(self.cluster, way[0], way[1], nbytes), way[1]))
 
     def _half_s(self, nbytes: int) -> float:
-        """The seconds of a half of a message: the mean of both."""
+        """Return the seconds of one half of a message, which is the mean of both halves."""
         lines = (self.halved or self).lines
         if nbytes > self.most:
             return lines.seconds(nbytes) / 2
         return message_s(self.cluster, *self.way(nbytes, "reduce_scatter"), nbytes) / 2
 
     def fit(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """The messages, none too large, each with its cheapest collective and depth."""
+        """Yield the messages with their cheapest collectives and depths, after dividing those that are too large."""
         for message in divided(messages, self.most):
             name, depth = self.way(message.nbytes, message.kind)
             yield msgspec.structs.replace(message, collective=name, depth=depth)

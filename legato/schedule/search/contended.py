@@ -1,8 +1,8 @@
-"""Plans where messages and computation share a machine: planned for twice, and judged by the simulator.
+"""Plans for messages and computation that share a machine: plan twice, and let the simulator choose.
 
-Both take time from each other (`Cluster.contention`). How much depends on when each message is
-in flight, which only the simulator knows. So messages are planned with what they cost during
-computation, and with what they cost alone.
+Messages and computation take time from each other (`Cluster.contention`). How much time they take depends on when each
+message is being sent, which only the simulator knows. So messages are planned twice: with their cost during
+computation, and with their cost without computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["contended_plan"]
 
 
 def contended_plan(problem: Problem, solve: Solve) -> Plan:
-    """Return the best of the plans for messages during computation and the plans for messages alone."""
+    """Return the best plan among those for the cost of messages during computation and without computation."""
     workload, cluster = problem.workload, problem.cluster
     each = replace(problem, work=problem.work / 2, limit_s=problem.limit_s / 2)
     slowed = replace(each, workload=_slowed(problem), cluster=cluster.while_computing())
@@ -36,7 +36,7 @@ def contended_plan(problem: Problem, solve: Solve) -> Plan:
 
 
 def _slowed(problem: Problem) -> Workload:
-    """The workload with the time that packing and one message of all gradients take from computation."""
+    """Return the workload with ops slowed by packing and by one message of all gradients."""
     workload, contention = problem.workload, problem.cluster.contention
     assert contention is not None
     packed = [0] * len(workload.ops)

@@ -1,10 +1,9 @@
-"""The best contents for messages of given sizes: whatever is ready and needed first.
+"""The best contents for messages of given sizes: the ready bytes that are needed first.
 
-With sizes and order of messages fixed, a message can start as soon as the one before has
-ended and enough bytes are ready. This moment does not depend on *which* bytes went out
-earlier. It remains to fill the messages with ready bytes so that none arrives too late,
-and for this the earliest deadline first is optimal (by an exchange argument, as for
-Jackson's preemptive schedule): of the ready bytes, those with the longest tail go first.
+If sizes and order of messages are fixed, a message can start as soon as the previous message has ended and enough bytes
+are ready. This moment does not depend on *which* bytes were sent earlier. It remains to fill the messages with ready
+bytes so that no byte arrives too late. For this, earliest deadline first is optimal (by an exchange argument, as for
+Jackson's preemptive schedule): send the ready bytes with the longest tail first.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from legato.schedule.search.collectives import CheapestCollective
 
 __all__ = ["Filled", "Instance", "Piece", "fill"]
 
-#: What it costs to fill messages: for each tensor and each message.
+#: The work to fill messages, for each tensor and each message.
 _FILL_S = 1.5e-6
 
 
@@ -53,7 +52,7 @@ class Instance(NamedTuple):
         return self.collectives.seconds(nbytes)
 
     def arrival_s(self, filled: Filled) -> list[float]:
-        """When each tensor has arrived."""
+        """Return when each tensor has arrived."""
         arrival_s = [0.0] * len(self.nbytes)
         now = 0.0
         for pieces in filled.messages:
@@ -89,16 +88,14 @@ def fill(
 ) -> Filled:
     """Fill messages of these sizes, which change only by the alignment of partitions.
 
-    `sizes` (the bytes of the messages, in order) add up to the bytes of all tensors.
-    `release_s`, `tail_s` and `nbytes` are by tensor; `cost` gives the seconds of a
-    message from its bytes. The first `first_come` messages take what became ready
-    first instead, which completes more tensors early, at the cost of some lateness. A
-    message may wait until a moment of `not_before_s` for what becomes ready by then.
+    `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
+    `nbytes` are by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come` messages take
+    the bytes that became ready first instead, which completes more tensors early, although some bytes arrive later.
+    Each message starts no earlier than its moment in `not_before_s`, so it can take bytes that are ready by then.
 
-    With `whole_below`, every tensor lies in one piece of memory in the end
-    (`legato.core.layout`). Tensors of fewer bytes are not partitioned, so a message ends
-    at the nearest border between tensors. Where a message would hold two tensors that
-    were begun before it, or two that it leaves unfinished, it is divided.
+    With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
+    bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided
+    if it would hold two tensors that earlier messages began, or two tensors that it leaves unfinished.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
@@ -129,7 +126,7 @@ def fill(
             if sent[t] == nbytes[t]:
                 heapq.heappop(urgent)
         out.close()
-    for _, t in sorted(urgent):  # the rest, where partitions were aligned
+    for _, t in sorted(urgent):  # what the alignment of partitions has left over
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
     return Filled(out.late, out.messages)
@@ -138,7 +135,8 @@ def fill(
 def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
     """Return how many of the bytes `left` of a tensor go into a message that has room for `wanted`.
 
-    A tensor that `divides` is partitioned. Another one goes in if at least half of it fits, or if it is the `first`.
+    If `divides`, the tensor is partitioned. Otherwise it is taken whole if at least half of it fits, or if it is the
+    `first` tensor in the message.
     """
     if wanted >= left:
         return left
@@ -148,7 +146,7 @@ def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
 
 
 class _Outbox:
-    """The messages filled so far, when the network is free after them, and their latest arrival plus tail."""
+    """The messages filled so far, when the network has sent them, and their latest arrival plus tail."""
 
     def __init__(
         self, tail_s: Sequence[float], nbytes: Sequence[int], cost: Callable[[int], float], *, one_piece: bool
@@ -156,7 +154,7 @@ class _Outbox:
         self.tail_s, self.nbytes, self.cost, self.one_piece = tail_s, nbytes, cost, one_piece
         self.messages: list[list[Piece]] = []
         self.message: list[Piece] = []
-        self.begun_before = self.left_unfinished = False  # whether the message has such a piece
+        self.begun_before = self.left_unfinished = False  # whether the open message has a piece like this
         self.now = self.late = 0.0
 
     def put(self, piece: Piece) -> None:
@@ -166,7 +164,7 @@ class _Outbox:
         self.message.append(piece)
         self.begun_before |= before
         self.left_unfinished |= after
-        if self.one_piece and before and after:  # such a piece is alone
+        if self.one_piece and before and after:  # such a piece is a message of its own
             self.close()
 
     def close(self) -> None:

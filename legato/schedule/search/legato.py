@@ -1,43 +1,41 @@
-"""legato: merging, partitioning, order and collective planned together, for the real cost of messages.
+"""legato: plan merging, partitioning, order and collective together, for the real cost of messages.
 
-Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward
-pass; PACE and P3 order and partition, and do not count the alpha that a message costs.
-Here all are decided together. For given sizes of messages, the best contents are known: of what
-is ready, what is needed first (`fill.py`). So the search is for sizes.
+Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward pass; PACE and P3 order and
+partition, and ignore the alpha of each message. `legato` decides everything together. For given sizes of messages, it
+is best to fill each message with the ready bytes that are needed first (`fill.py`). So only the sizes have to be
+searched for.
 
-First come the messages that the bound of nested sets asks for, which are the best ones for
-chains of layers (`nested_messages.py`). From these, from messages of equal sizes and from the messages of
-the best published scheduler, messages are merged, divided and shifted at random and filled again, until
-the iteration is within `gap` of the proven lower bound or the budget is spent (`message_search.py`).
-A worker has to put a tensor together whose pieces are scattered over messages. Where this is known
-to take time, the search also goes without partitioning, and with partitions that leave
-every tensor in one piece of memory. Every message takes the collective and the depth that
-are cheapest for its size. Of models with thousands of tensors, the search sends blocks of
-neighbours (`blocks.py`).
+The search starts from the messages that the bound of nested sets asks for, which are the best messages for chains of
+layers (`nested_messages.py`). It also starts from messages of equal sizes and from the messages of the best published
+scheduler. It merges, divides and shifts messages at random and fills them again, until the iteration is within `gap` of
+the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are scattered over
+messages, a worker has to assemble the tensor. If the cluster says how much time this takes, the search also tries
+messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every message uses
+the collective and the depth that are cheapest for its size. For models with thousands of tensors, the search sends
+blocks of neighbouring tensors (`blocks.py`).
 
-Where messages and computation share a machine (`Cluster.contention`), all this is done
-twice, with the costs of messages during computation and of messages alone, and the
-simulator, which knows the contention, judges (`contended.py`).
+If messages and computation share a machine (`Cluster.contention`), all this is done twice: with the costs of messages
+during computation, and with the costs of messages without computation. The simulator, which knows the contention, then
+picks the better plan (`contended.py`).
 
-Where the startup time of a message is a considerable part of the iteration, few messages are
-sent. Each of them is then tried in two halves, a reduce-scatter and an all-gather, which are
-arranged and improved as for sharded plans (`in_halves/`).
+If the startup time of a message is a considerable part of the iteration, few messages are sent. Each message is then
+tried in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as for sharded plans
+(`in_halves/`).
 
-All this is for the captured order of computation. In the graphs of a compiled model the order
-is free, and it is also done for other orders (`op_orders.py`). Sharded plans have a search of their own
-(`in_halves/sharded_plans.py`), which starts from all of this. Where messages may travel in a wire
-format, all is done for what exact and for what rounded ones cost, and then as few as
-possible are rounded (`wire_format.py`). The plans of all other schedulers are
-candidates too, so none of them is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
-comes first, then the search, then the others, as long as the best plan is not within `gap`
-of the bound. So none of them is faster by more than `gap`.
+Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
+other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
+(`in_halves/sharded_plans.py`), which starts from plans found as above. If messages may be sent in a wire format,
+`legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as possible
+(`wire_format.py`). The plans of all other schedulers are candidates, too, so no other scheduler is faster. With more
+than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers until the best plan
+is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
-`problem.py` has what is asked for, `candidates.py` the fastest plan so far, `message_search.py` the search in one
-order of computation, `all_reduces.py` the plans of its messages, and `collectives.py` what each message costs. Imports
-go from here to all of them; what searches for other plans first (`contended.py`, `in_halves/sharded_plans.py`,
-`wire_format.py`) gets the search as an argument.
+`problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one order
+of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message. This
+module imports all of them. Modules that transform the task and then search (`contended.py`,
+`in_halves/sharded_plans.py`, `wire_format.py`) get the search as an argument.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from legato.schedule.search.wire_format import plan_in_wire_format
 
 __all__ = ["legato"]
 
-#: The largest fraction of what is left of the budget for an order of computation, if something follows.
+#: The largest fraction of the remaining budget to spend on an order of computation, if more searches follow.
 _PART = 0.8
 
 
@@ -81,20 +79,18 @@ def legato(  # noqa: PLR0913
     shard: Shard = "none",
     wire: Rounding = "none",
 ) -> Plan:
-    """The best plan found within `rounds` changes or a budget of `work`, or until within `gap` of the bound.
+    """Return the best plan found before `rounds` changes or a budget of `work` are spent.
 
-    `work` is counted in seconds of a processor of today (`budget.py`), so the same input
-    gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
-    which is logged. By default every message takes the cheapest collective; `collective`
-    restricts the choice to one. Messages in halves take one that has halves. No message has more than
-    `max_message_bytes`;
-    tensors are partitioned where that is necessary. With `shard`, it is the best plan that
-    shards the optimizer or also the gradients. With `wire`, as few bytes as possible travel
-    in a wire format, or all; then `work` and `limit_s` count four times: for exact messages, for
-    rounded ones, for some of both, and for the choice between them. Raises `InputError` on a collective the
-    cluster lacks, a limit below 16 bytes, or an unknown or impossible `shard` or `wire`, `PlanError`
-    on a `shard` where the collective has no halves,
-    and `TooLargeError` where the limit makes too many messages.
+    The search ends earlier if a plan is within `gap` of the bound. `work` is counted in seconds on a current processor
+    (`budget.py`), so the same input gives the same plan everywhere, unless the search is cut off after `limit_s`
+    seconds, which is logged. By default, every message uses the cheapest collective; `collective` restricts the choice
+    to one. Halves use only collectives that have halves. No message has more than `max_message_bytes`; tensors are
+    partitioned if necessary. With `shard`, the plan shards the optimizer or also the gradients. With `wire`, as few
+    bytes as possible, or all bytes, are sent in a wire format. Four searches then have `work` and `limit_s` each: for
+    exact messages, for rounded messages, for a mixture, and for the messages to round. Raises `InputError` if the
+    cluster lacks the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises
+    `PlanError` if `shard` needs halves that the collective does not have, and `TooLargeError` if the limit makes too
+    many messages.
     """
     check_shard(shard)
     check_rounding(wire, workload, shard=shard)
@@ -106,7 +102,7 @@ def legato(  # noqa: PLR0913
 
 
 def _solve(problem: Problem) -> Plan:
-    """The best plan; formats, contention and shards each make other problems of this one, and solve these."""
+    """Return the best plan; for wire formats, contention and shards, transform the problem and solve the results."""
     if problem.wire != "none":
         return plan_in_wire_format(problem, _solve)
     check_partitions(problem.workload, "max_message_bytes", problem.most)
@@ -118,7 +114,7 @@ def _solve(problem: Problem) -> Plan:
 
 
 def _unsharded(problem: Problem) -> Plan:
-    """The best plan found for an optimizer that every worker runs, of exact messages that disturb no computation."""
+    """Return the best plan found without shards, wire formats and contention."""
     workload, cluster, gap, large = problem.workload, problem.cluster, problem.gap, problem.large
     budget, collectives, fastest = problem.budget(), problem.collectives, Fastest(problem)
     names, (cheapest, _) = collectives.names, collectives.lines.choose(workload.nbytes)

@@ -1,15 +1,15 @@
-"""The search for the messages of an order of computation, from those that the bound asks for.
+"""The search for the messages of an order of computation, starting from the messages that the bound asks for.
 
-A state is the sizes of the messages and what decides their contents: one of several tails, how many
-messages take what is ready first, and tensors that go as soon as they are ready. Many starts are valued.
-The best of them are changed at random (`anneal.py`), then the best of these are changed further, and so on
-(successive halving: Jamieson and Talwalkar, AISTATS 2016).
+A state has the sizes of the messages, and decides their contents: one of several sets of tails, how many messages take
+the bytes that are ready first, and which tensors are sent as soon as they are ready. Many starting states are valued.
+The best of them are changed at random (`anneal.py`), the best results are changed further, and so on (successive
+halving: Jamieson and Talwalkar, AISTATS 2016).
 
-Where there are optimizer ops, a state is worth the iteration with its updates arranged, which tails cannot
-tell: there an optimizer op stands where the order of ops has it. In truth it runs when its gradient has arrived
-and the stream has time (`optimizer_ops.py`), so which updates fit into the wait for the last message depends on
-the messages. A small tensor that is needed late may be sent while the network waits for a long one, and its
-update need not wait for the end.
+If there are optimizer ops, the value of a state is the time of an iteration with its updates arranged. Tails cannot
+give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact it runs when its
+gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide which updates fit into the wait
+for the last message. A small tensor that is needed late may be sent while the network waits for a long one, and its
+update then need not wait for the end.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from legato.schedule.search.problem import Problem
 
 __all__ = ["search_order"]
 
-#: The part of the gap within which a plan should be of the bound in its order, where this is larger than the least one.
+#: The fraction of the gap by which a good enough plan may exceed the bound in its order, if that is the larger limit.
 _NEARER = 0.2
-#: Where partitioning has a price, only tensors of at least this fraction of all bytes are partitioned.
+#: If partitioning has a price, only tensors with at least this fraction of all bytes are partitioned. Each is tried.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
-#: The most turns of messages and updates.
+#: The most times to plan messages and updates in turns.
 _TURNS = 4
-#: The numbers of messages to start from, all of the same size, and the largest fraction of the budget to value them.
+#: The numbers of equal messages to start from, and the largest fraction of the budget for valuing these starts.
 _STARTS, _STARTS_SHARE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32), 0.2
-#: How many of the best are improved, and in how many changes each for every round; then the best of these, and so on.
+#: For each level, how many of the best states are improved, and by how many changes per round each.
 _LEVELS = ((8, 0.2), (4, 0.4), (2, 0.8), (1, 3.0))
-#: The part of these changes that is enough where there are no updates to arrange.
+#: The fraction of these changes that is enough if there are no updates to arrange.
 _PLAIN = 0.3
-#: By how much, relatively, a state may be worse than the one before it at the start of the changes; not at their end.
+#: By which fraction a state may be worse than the previous state at the start of the changes; it falls to 0.
 _HEAT = 0.002
 
 
 def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least_s: float, budget: Budget) -> None:
-    """Plan all-reduces for this order of ops (empty: the captured one), until the fastest plan is good enough.
+    """Plan all-reduces for this order of ops (empty for the captured one), until the fastest plan is good enough.
 
-    No plan of all-reduces takes less than `bound_s` in this order, and `least_s` in any.
+    `bound_s` is a lower bound for plans of all-reduces in this order, and `least_s` in any order.
     """
     problem = fastest.problem
     enough_s = max(least_s * (1 + problem.gap), bound_s * (1 + problem.gap * _NEARER))
@@ -66,7 +66,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
     starts: list[list[int]] = []  # sizes of messages
 
     def begin(tails: Sequence[float], op_order: tuple[int, ...] | None = None) -> None:
-        """Try the messages of nested sets for these tails, also in `op_order`, if these are its tails."""
+        """Try the messages of nested sets for these tails, also with `op_order` if it is given."""
         for whole in _whole_below(problem):
             if fastest.seconds > enough_s:
                 ways.append(AllReduces(problem, (ready, tails), bound_s, budget, whole, order))
@@ -92,7 +92,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
 
 
 def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal: bool) -> tuple[int, ...]:
-    """The order of the updates of the fastest plan, or a better one where it is what makes this plan slow."""
+    """Return the fastest plan's order of ops, or one with a better order of updates if that order limits the plan."""
     problem, workload = fastest.problem, fastest.problem.workload
     moved = moves_updates_only(fastest.plan, workload)
     order = fastest.plan.op_order if moved else workload.iteration_order()
@@ -104,9 +104,9 @@ def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal
 
 
 def _whole_below(problem: Problem) -> list[int | None]:
-    """The sizes in bytes below which a tensor stays whole; None where partitioning has no price.
+    """Return the sizes in bytes below which a tensor stays whole, or None if partitioning has no price.
 
-    It has one where a gradient that does not lie in one piece of memory has to be put together.
+    Partitioning has a price if a gradient in several pieces of memory has to be assembled.
     """
     if not problem.cluster.unpack_s_per_byte:
         return [None]
@@ -115,14 +115,14 @@ def _whole_below(problem: Problem) -> list[int | None]:
 
 
 class _State(NamedTuple):
-    """Messages, what they are made from, and the seconds of the iteration with its updates arranged."""
+    """Messages, the choices that they are made from, and the seconds of the iteration with its updates arranged."""
 
     seconds: float
-    number: int  # how many states were valued before, to break ties
+    number: int  # how many states were valued up to this one, to break ties
     sizes: list[int]
-    first_come: int  # how many messages take what is ready first
-    early: frozenset[int]  # tensors that go before all others once they are ready
-    way: int  # which tails, and whether tensors are partitioned
+    first_come: int  # how many messages take the bytes that are ready first
+    early: frozenset[int]  # tensors that are sent before all others once they are ready
+    way: int  # index of a set of tails and a way to partition tensors
     filled: Filled
 
 
@@ -146,14 +146,14 @@ class _Search:
         return self.least_s <= self.enough_s or (self.valued > 0 and self.budget.spent)
 
     def run(self, starts: Sequence[list[int]], rounds: int) -> Iterator[Plan]:
-        """The plans of the best messages found in some changes for each round.
+        """Return the plans of the best messages found; every round allows some changes.
 
-        It starts from messages of equal sizes, and from each of `starts` whose sizes add up to all bytes.
+        The search starts from messages of equal sizes, and from each of `starts` with sizes that add up to all bytes.
         """
         budget, work = self.budget, self.budget.work
         states = sorted(self._starts(starts))
         rounds = rounds if self.ways[0][0].moves_updates else int(_PLAIN * rounds)
-        if work < math.inf:  # where it is less than all rounds take, each level gets its share of it
+        if work < math.inf:  # if it is too little for all rounds, each level gets a share
             affordable = self.valued * budget.work / (work - budget.work)
             rounds = min(rounds, int(affordable / sum(count * share for count, share in _LEVELS)))
         for count, share in _LEVELS:
@@ -189,7 +189,7 @@ class _Search:
         return _State(seconds, self.valued, sizes, first_come, early, way, filled)
 
     def _changed(self, state: _State) -> _State:
-        """Change one of the things that messages are made from."""
+        """Change one of the choices from which messages are made."""
         rng, sizes, early = self.rng, state.sizes, state.early
         first_come, way, choice = state.first_come, state.way, rng.random()
         if choice < 0.05:
@@ -206,7 +206,10 @@ class _Search:
         return self._state(sizes, first_come, way, early)
 
     def _send_early(self, state: _State) -> tuple[list[int], frozenset[int]]:
-        """Send a tensor with the first message that starts once it is ready, or just before it; or stop doing so."""
+        """Choose a tensor, and send it with the first message that starts once it is ready, or just before that one.
+
+        If the tensor is already sent early, stop doing so.
+        """
         t = self.rng.randrange(len(self.nbytes))
         if t in state.early:
             return state.sizes, state.early - {t}
@@ -219,7 +222,7 @@ class _Search:
             now += self.cost(sum(p.nbytes for p in pieces))
             if size := sum(p.nbytes for p in pieces if p.tensor != t):
                 sizes.append(size)
-        assert place is not None  # at the latest the message that has it begins when it is ready
+        assert place is not None  # the message that holds it begins once it is ready
         if place < len(sizes) and self.rng.random() < 0.5:
             sizes[place] += self.nbytes[t]
         else:

@@ -1,11 +1,10 @@
-"""The messages that the bound "nested" asks for: where it is exact, they are the best ones.
+"""The messages that the bound "nested" asks for; if the bound is exact, they are the best messages.
 
-`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals
-(T less a tail) messages should begin and end. Here T is the least one for which it finds
-any. A message then fills the time from one of these moments to the next with what is ready
-and needed first. It begins no earlier, even if the network is free, since it waits for what
-has just become ready. For a chain of layers and one collective, this is the optimum for
-given tails.
+`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals (T minus a tail)
+messages should begin and end. Here T is the least time for which it finds such moments. A message then fills the time
+from one moment to the next with the ready bytes that are needed first. It begins no earlier, even if the network is
+free, since it waits for bytes that become ready at this moment. For a chain of layers and one collective, this is the
+optimum for the given tails.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ __all__ = ["nested_messages"]
 _SETS = 128
 #: The relative precision of the least time.
 _EXACT = 2e-4
-#: What it costs to try a time, for each set, and for each of its pairs of ends.
+#: The work to try a time, for each set, and for each pair of ends of a set.
 _PER_SET_S, _PER_PAIR_S = 1.2e-5, 2.5e-9
 
 
 def nested_messages(instance: Instance) -> Filled:
-    """The messages that the bound asks for; each takes the collective that is cheapest for its size."""
+    """Return the messages that the bound asks for, or a single message if that is faster.
+
+    Each message uses the collective that is cheapest for its size.
+    """
     single = instance.fill([sum(instance.nbytes)])
     seconds, moments = single.seconds, list[float]()
     for line in instance.collectives.costs:
@@ -49,7 +51,7 @@ def nested_messages(instance: Instance) -> Filled:
 
 
 def _least_s(sets: NestedSets, low_s: float, high_s: float, budget: Budget) -> float:
-    """The least time between these two for which messages are found, or `high_s`."""
+    """Return the least time from `low_s` to `high_s` for which messages are found, or `high_s` if there is none."""
     trial = high_s * (1 - _EXACT)  # first try whether there is anything better
     while low_s < trial and not budget.spent:
         budget.spend(len(sets.work_s) * (_PER_SET_S + _PER_PAIR_S * len(sets.work_s) ** 2))
@@ -64,7 +66,7 @@ def _least_s(sets: NestedSets, low_s: float, high_s: float, budget: Budget) -> f
 
 
 def _moments(sets: NestedSets, seconds: float) -> list[float]:
-    """The moments at which messages begin, and at last the moment at which the last one ends."""
+    """Return the moments at which messages begin, followed by the moment at which the last message ends."""
     tables = [paid.copy() for paid in sets.messages(seconds)]
     i, j = divmod(int(tables[-1].argmin()), len(tables))
     begins, ends = {float(sets.release_s[i])}, {seconds - float(sets.tail_s[j])}
@@ -82,9 +84,9 @@ def _moments(sets: NestedSets, seconds: float) -> list[float]:
 
 
 def _sizes(moments: Sequence[float], instance: Instance) -> list[tuple[int, float]]:
-    """The bytes of messages from each moment to the next, and that moment: what is ready, and there is time for.
+    """Return (bytes, moment) of a message from each moment to the next: the ready bytes that this time is enough for.
 
-    The last one takes the rest.
+    The last message takes all remaining bytes.
     """
     release_s, nbytes, costs = instance.release_s, instance.nbytes, instance.collectives.costs
     by_release = sorted(range(len(nbytes)), key=release_s.__getitem__)

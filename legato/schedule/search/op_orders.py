@@ -1,21 +1,18 @@
-"""Orders of computation that are worth planning for: of all ops where they may be reordered, and of the updates.
+"""Orders of computation that are worth planning for: orders of all ops if they may move, and orders of the updates.
 
-What is computed early can be sent early. Caramel's order makes bytes ready as early as
-possible, which suits a busy network. Where the network has time to spare, what is needed
-first should come first instead. The best order is often between the two: what is needed
-late, and would only delay the gradients that the forward pass waits for, is computed after
-them, while they travel.
+Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
+a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
+best order is often between these two: gradients that are needed late would only delay those that the forward pass waits
+for. So they are computed last, while the urgent gradients are being sent.
 
-So a third order puts all updates with a tail of at least some limit first, in Caramel's
-order, and the others after them by falling tail, for the best such limit. Then updates move
-one at a time, as long as this helps. The value of an order comes from Jackson's preemptive
-schedule for the release times that the order gives: its optimum if messages could be
-partitioned for free (`jackson.py`).
+So a third order begins with all updates with a tail of at least some limit, in Caramel's order. All other updates
+follow by falling tail, and the best such limit is taken. Then updates move one at a time, as long as this helps. The
+value of an order comes from Jackson's preemptive schedule for the order's release times: it is the optimum if messages
+could be partitioned for free (`jackson.py`).
 
-Last, single ops move (`annealed_order`), backward, optimizer and forward ops: a branch of the
-network can be computed while what another one needs is still on its way. In the captured
-order, only the optimizer ops move. Which update waits for which message is then decided
-together with the order in which the gradients arrive, and not only after it.
+Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
+while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.
+Then the order of the updates is chosen together with the order in which the gradients arrive, and not only afterwards.
 """
 
 from __future__ import annotations
@@ -47,22 +44,22 @@ __all__ = [
     "times_in_order",
 ]
 
-#: Moves of updates for every round of the local search. They cost less.
+#: How many moves of updates to try for every round of the search.
 _MOVES = 0.25
-#: The same for moves of single ops, and the largest fraction of the budget for them.
+#: How many moves of single ops to try for every round, and the largest fraction of the budget for these moves.
 OP_MOVES, OP_MOVES_SHARE = 10, 0.2
 #: How many limits to try before refining around the best one.
 _LIMITS = 8
-#: What it costs to value an order: for each op and each tensor.
+#: The work to value an order, for each op and each tensor.
 _VALUE_S = 5e-7
-#: By how much, relatively, an order may be worse than the one before it at the start of the annealing; not at its end.
+#: By which fraction an order may be worse than the previous order at the start of the annealing; it falls to 0.
 _HEAT = 0.01
 
 
 def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
-    """For each tensor, when its gradient is ready, and the seconds of computation from its first reader on.
+    """Return, by tensor, when its gradient is ready, and the seconds of computation from its first reader on.
 
-    Readers that are not in the order do not count.
+    Readers that are not in the order are ignored.
     """
     until = list(accumulate((workload.ops[i].duration_s for i in order), initial=0.0))
     place = {op: k for k, op in enumerate(order)}
@@ -72,32 +69,32 @@ def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float
 
 
 class OrderValue:
-    """A lower bound on the seconds of an iteration that computes in some order."""
+    """A function that returns a lower bound on the seconds of an iteration with an order of ops."""
 
     def __init__(self, workload: Workload, line: LinearCost) -> None:
-        """`line` is the least cost of a message."""
+        """Prepare for this workload; `line` is the least cost of a message."""
         self.workload, self.alpha_s = workload, line.alpha_s
         self.send_s = [line.beta_s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def __call__(self, order: Sequence[int]) -> float:
-        """The latest arrival plus tail, also where computation alone takes longer, so that orders can be compared."""
+        """Return the latest arrival plus tail, even if computation takes longer, so that orders can be compared."""
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
 
 
 class _Order(NamedTuple):
-    """Some ops in an order, and what it is worth."""
+    """Some ops in an order, and the value of this order in seconds."""
 
     seconds: float
     ops: tuple[int, ...]
 
 
 class _Places:
-    """Where an op can stand, from its dependencies and from what may change places.
+    """The places in an order that each op can have, which its dependencies and the runtime limit.
 
-    Backward ops stay before all others: an update among them could only make gradients late.
-    All but the optimizer ops stay in the captured order, or inside their stretch of nodes of one graph.
+    Backward ops stay before all other ops, since an update between them could only make gradients late. All ops except
+    optimizer ops keep the captured order, but may move within a sequence of nodes of one graph.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -110,7 +107,7 @@ class _Places:
             for other in ops:
                 self.before[other].add(op)
         self.backward = [op.phase == "backward" for op in workload.ops]
-        self.stretch = [-1] * len(self.after)  # optimizer ops pass all forward ops
+        self.stretch = [-1] * len(self.after)  # -1 for optimizer ops, which may pass all forward ops
         fixed = (op for phase in ("backward", "forward") for op in workload.phase_ops(phase))
         key, number = None, 0
         for op in fixed:
@@ -120,7 +117,7 @@ class _Places:
             self.stretch[op] = number
 
     def of(self, op: int, place: int, order: Sequence[int]) -> tuple[int, int]:
-        """The first and the last place at which an op that stands at this place can stand."""
+        """Return the first and the last place to which an op can move from this place."""
         first = last = place
         while first > 0 and self._may_pass(op, order[first - 1], self.after[op]):
             first -= 1
@@ -145,9 +142,9 @@ def annealed_order(
     budget: Budget,
     seed: int,
 ) -> tuple[int, ...]:
-    """The best order found from this one by `rounds` moves of single ops, or until it is worth `enough_s` seconds.
+    """Return the best order found from this one with `rounds` moves of single ops.
 
-    Only optimizer ops and the nodes of compiled graphs move.
+    The search ends earlier if the value reaches `enough_s`. Only optimizer ops and the nodes of compiled graphs move.
     """
     places, rng = _Places(workload), random.Random(seed)
     movable = [op for op in order if places.stretch[op] < 0 or workload.ops[op].graph]
@@ -176,10 +173,10 @@ def annealed_order(
 def promising_orders(
     workload: Workload, value: OrderValue, *, moves: tuple[int, int], enough_s: float, budget: Budget, seed: int
 ) -> list[tuple[int, ...]]:
-    """Distinct orders of all ops of a period, without the captured one.
+    """Return different orders of all ops of a period, without the captured order.
 
-    Moves updates, and then single ops, until the value is `enough_s` seconds or the number of moves or the
-    budget is spent.
+    `moves` has the number of moves of updates, and of single ops. The search ends earlier if the value reaches
+    `enough_s` or the budget is spent.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}
@@ -217,9 +214,9 @@ def promising_orders(
 
 
 def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[int, ...], float]], float]:
-    """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
+    """Return orders of computation to plan for, each with its bound, and a bound for any allowed order.
 
-    The order with the least bound comes first. Also a bound for all-reduces in any order that is allowed.
+    All bounds are for plans of all-reduces. The captured order is (), and the order with the least bound comes first.
     """
     workload, cluster = problem.workload, problem.cluster
     captured = ((), lower_bound(workload, cluster, sends="all_reduces", thorough=False).seconds)

@@ -1,10 +1,9 @@
-"""When to run the optimizer ops: in the time in which the forward pass would wait.
+"""Schedules that run the optimizer ops while the forward pass would wait.
 
-An optimizer op can run as soon as its gradients have arrived, and must run before the first
-forward op that reads what it updates. If each runs just before that forward op
-(`Workload.iteration_order`), the stream waits although it has work to do. Here the stream
-runs the next forward op if it can, and otherwise the update that is needed first among
-those that can run: it is never idle while an op is ready (a work-conserving schedule).
+An optimizer op can run as soon as its gradients have arrived, and must run before the first forward op that reads the
+updated parameters. If each update runs just before that forward op (`Workload.iteration_order`), the stream sometimes
+waits although it has work to do. Here the stream runs the next forward op if that is possible, and otherwise the
+possible update that is needed first. So the stream is never idle while an op is ready (a work-conserving schedule).
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ __all__ = ["WorkConserving"]
 
 
 class WorkConserving:
-    """An `op_order` for whenever the gradients of a workload arrive."""
+    """A function that returns a work-conserving `op_order` for given arrivals of a workload's gradients."""
 
     def __init__(self, workload: Workload) -> None:
         ops, period = workload.ops, Period.of(workload)
         self.duration_s, self.backward = period.duration_s, workload.phase_ops("backward")
         self.backward_s = sum(self.duration_s[op] for op in self.backward)
-        # Each update stands after those that it depends on; other ops that it needs have run before.
+        # Each update comes after the updates on which it depends; other ops that it needs have run before.
         self.updates = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
         place = {op: k for k, op in enumerate(self.updates)}
         self.reads = [period.reads[op] for op in self.updates]
         self.deps = [[place[dep] for dep in ops[op].deps if dep in place] for op in self.updates]
-        # forward ops, each with the tensors that it reads and the places of the updates that it needs; none needs all
+        # Forward ops, each with the tensors that it reads and the places of the updates that it needs. The last entry
+        # is no op, and needs all updates.
         self.forward: list[tuple[int | None, list[int], Collection[int]]] = []
         for op in workload.phase_ops("forward"):
             tensors = period.reads[op]
@@ -39,9 +39,9 @@ class WorkConserving:
         self.forward.append((None, [], range(len(self.updates))))
 
     def __call__(self, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-        """The order for gradients that arrive at these seconds of the period, by tensor, in O(n log n).
+        """Return the order of ops if gradients (by tensor) arrive at these times, and when its last op ends.
 
-        Also the seconds until its last op ends.
+        Takes O(n log n).
         """
         duration_s, updates = self.duration_s, self.updates
         can_run_s: list[float] = []
@@ -75,7 +75,7 @@ class WorkConserving:
 
 def _latest(moments: Sequence[float], which: Iterable[int]) -> float:
     latest = 0.0
-    for k in which:  # this is faster than max, and a search does it for every op of every plan that it tries
+    for k in which:  # faster than max, which matters: a search does this for every op of every plan
         if moments[k] > latest:
             latest = moments[k]
     return latest

@@ -1,4 +1,4 @@
-"""The task of a search: the workload, the cluster, the limits of the search, and what its plan may be."""
+"""The task of a search: the workload, the cluster, the limits of the search, and the plans that are allowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of `legato`, which documents them, and what follows from them."""
+    """The arguments of `legato`, where they are documented, and values that follow from them."""
 
     workload: Workload
     cluster: Cluster
@@ -38,7 +38,7 @@ class Problem:
 
     @cached_property
     def most(self) -> float:
-        """The most bytes of a message."""
+        """The most bytes that a message may have."""
         return message_limit(self.max_message_bytes)
 
     @cached_property
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def free_order(self) -> bool:
-        """Return whether other ops than optimizer ops may move."""
+        """Return whether ops other than optimizer ops may move."""
         return has_free_order(self.workload)
 
     @property
@@ -57,7 +57,7 @@ class Problem:
         return too_many_tensors(len(self.workload.tensors))
 
     def budget(self, fraction: float = 1.0) -> Budget:
-        """A part of the work."""
+        """Return a budget for a fraction of the work."""
         return Budget(self.work * fraction, self.limit_s)
 
     def warn_if_cut(self, budget: Budget) -> None:
@@ -65,5 +65,6 @@ class Problem:
             _log.warning("the search for a plan was ended after %g s: another run may find another plan", self.limit_s)
 
 
-#: Finds the best plan. What turns one problem into others gets it as an argument, so that no import goes up.
+#: A function that finds the best plan. Modules that turn one problem into others get it as an argument, which avoids
+#: circular imports.
 Solve = Callable[[Problem], Plan]

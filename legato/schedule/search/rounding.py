@@ -1,23 +1,22 @@
-"""Which messages travel in a wire format: the fewest bytes that make the iteration as fast as it can be made.
+"""The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
-Idea: a format of two bytes for four halves what a message costs, and rounds its gradients. Most
-messages are hidden behind computation and need not be faster. So the fastest of some plans with
-everything rounded shows what can be reached, and messages become exact again as long as the
-iteration stays within `TOLERANCE` of it. torch's compression hooks, which round everything, are
-the case `all-bf16` and `all-fp16`.
+Idea: a wire format stores a value in two bytes instead of four. This halves the cost of a message, but rounds its
+gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
+everything rounded shows which time is possible. Then messages become exact again, as long as the iteration takes at
+most `TOLERANCE` longer. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
 
-Messages that mix what must be rounded with what need not be are in the way of that. Without
-startup times, and with preemption, it is known which tensors can be exact in a given time
-(`exact_shares`); `legato` plans messages for some such choices, too.
+If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
+times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
+messages for some of these choices.
 
-The messages of a plan that can be exact together are chosen greedily, in three orders: the first
-to be sent first, the largest first, and the last first. A message that fails once is not tried
-again with more exact ones. Branch and bound found no better choice in any of 18 cells of the zoo and of random
-networks; the plan that is returned is simulated in any case. For messages that stay rounded, the
-part of each that could be a message of its own, as it is, is found by bisection.
+The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
+first, and the last first. If a message makes the iteration too long, it is not tried again with more exact messages.
+Branch and bound found no better choice in any of 18 cells of the zoo and of random networks; the plan that is returned
+is simulated in any case. A message that stays rounded may be divided into an exact and a rounded message. Bisection
+finds the largest possible exact part.
 
-The two halves of an all-reduce have one format. Messages that gather other slices than were
-scattered are all exact or all rounded.
+Both halves of an all-reduce have the same format. If messages gather other slices than were scattered, all halves are
+exact or all are rounded.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -44,21 +43,21 @@ from legato.simulator.collective import iteration_time
 
 __all__ = ["MOST_SHARED", "TOLERANCE", "check_rounding", "exact_shares", "least_rounded", "rounded"]
 
-#: How much longer than possible an iteration may take for the sake of fewer rounded bytes.
+#: By which fraction an iteration may be longer than the shortest one, to round fewer bytes.
 TOLERANCE = 1e-3
-#: For how many tensors `exact_shares` and `least_rounded` are worth their time, which grows with the cube.
+#: Up to how many tensors `exact_shares` and `least_rounded` are worth their time, which grows with the cube.
 MOST_SHARED = 512
-#: A message is divided if at least this fraction of all bytes becomes exact.
+#: A message is divided only if at least this fraction of all bytes becomes exact.
 _WORTH = 0.01
 
-#: What simulating an iteration costs for each op, message and slice.
+#: The work to simulate an iteration, for each op, message and slice.
 _EVENT_S = 1e-6
-#: The bytes of an element that can be rounded.
+#: The size in bytes of an element that can be rounded.
 _ELEMENT = 4
 
 
 def check_rounding(rounding: str, workload: Workload, *, servers: bool = False, shard: str = "none") -> None:
-    """Raise `InputError` unless the gradients of the workload can travel as `rounding` says."""
+    """Raise `InputError` unless the gradients of the workload can be sent as `rounding` says."""
     if rounding not in ROUNDINGS:
         raise unknown_name("wire", rounding, ROUNDINGS)
     if rounding == "none":
@@ -86,15 +85,14 @@ def rounded(
     regroup: Callable[[float], Iterable[Plan]] | None = None,
     divide: bool = False,
 ) -> Plan:
-    """One of these plans, with as few bytes in a wire format as possible.
+    """Return one of these plans with as few bytes in a wire format as possible.
 
-    Its iteration takes at most `TOLERANCE` longer than under the fastest of these plans
-    with everything exact or everything rounded. Of plans with equally many rounded bytes
-    it is the fastest, and the first of equally fast ones. `fit` gives a message the
-    collective and depth for the bytes that travel; `regroup` gives more plans for the
-    seconds that an iteration may take; with `divide`, all-reduces may be divided. Of a plan
-    with some messages in a format, the others are made exact first. With a `rounding` of
-    all messages, it is the fastest plan with all rounded.
+    The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans with everything exact or
+    everything rounded. If several plans round equally many bytes, the fastest plan is returned, or the first of equally
+    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns more plans
+    for a given length of the iteration. With `divide`, all-reduces may be divided. If a plan already has some messages
+    in a wire format, its other messages become exact first. If `rounding` rounds all messages, the fastest plan with
+    everything rounded is returned.
     """
     wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 
@@ -127,20 +125,19 @@ def rounded(
 
 
 def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
-    """Return the time that an iteration may take: a little more than the fastest of these."""
+    """Return the time that an iteration may take: `TOLERANCE` more than the fastest of these."""
     return min(seconds for *_, seconds in starts) * (1 + TOLERANCE)
 
 
 def exact_shares(
     workload: Workload, cluster: Cluster, limit_s: float, order: Callable[[float, float, int], float]
 ) -> list[float]:
-    """For each tensor, the share of its bytes that is exact if as many bytes are as possible, without startup times.
+    """Return the share of each tensor's bytes that is exact if as many bytes as possible are, without startup times.
 
-    On a network that may be preempted, all tensors arrive in time for an iteration of
-    `limit_s` if, for all x and y, those with release times of x at least and tails of y at
-    least need no more than limit_s - x - y (Horn, 1974). The amounts that can be exact then
-    form a polymatroid: whatever the order in which tensors get as much as there is room for,
-    the sum is the greatest. `order(release_s, tail_s, nbytes)` gives their places.
+    With preemption, all tensors arrive in time for an iteration of `limit_s` if, for all x and y, the tensors with
+    release times of at least x and tails of at least y need at most limit_s - x - y (Horn, 1974). The amounts that can
+    be exact then form a polymatroid: if each tensor in turn gets as much as there is room for, the sum is the largest
+    possible one, whatever the order. `order(release_s, tail_s, nbytes)` is a sort key for this order.
     """
     times, slope = heads_tails(workload, "one", "captured"), cheapest_line(cluster, workload.nbytes).beta_s_per_byte
     half_s = np.array([tensor.nbytes for tensor in workload.tensors]) * slope / 2
@@ -161,11 +158,11 @@ def exact_shares(
 
 
 def least_rounded(workload: Workload, cluster: Cluster, seconds: float) -> float:
-    """Return the least fraction of the bytes that any plan rounds whose iteration takes no more than this.
+    """Return the least fraction of the bytes that a plan must round to finish an iteration in this time.
 
-    It holds for plans that keep backward and forward ops in the captured order, on one
-    stream: every message of such a plan is sent between the release times and the tails of
-    its tensors, and takes at least the time of its bytes.
+    This bound holds for plans that keep backward and forward ops in the captured order, on one stream. Every message of
+    such a plan is sent between the release times and the tails of its tensors, and takes at least the time of its
+    bytes.
     """
     shares = exact_shares(workload, cluster, seconds, lambda release_s, tail_s, nbytes: tail_s)
     exact = sum(share * tensor.nbytes for share, tensor in zip(shares, workload.tensors, strict=True))
@@ -177,7 +174,7 @@ def _as_it_is(message: Message) -> Message:
 
 
 class _Formats:
-    """A plan, of which each unit (a message, or the halves of one) is exact or rounded."""
+    """A plan in which each unit (a message, or both halves of an all-reduce) can be exact or rounded."""
 
     def __init__(
         self, plan: Plan, workload: Workload, cluster: Cluster, wire: Wire, fit: Callable[[Message], Message]
@@ -190,7 +187,7 @@ class _Formats:
         self.every = frozenset(range(len(self.units)))
         self.meant = [
             u for u, unit in enumerate(self.units) if all(plan.messages[i].wire is None for i in unit)
-        ]  # to be exact
+        ]  # exact in the given plan
         unit_of = {i: u for u, unit in enumerate(self.units) for i in unit}
         self._unit_of = [unit_of[i] for i in range(len(plan.messages))]
         self._exact = [fit(msgspec.structs.replace(message, wire=None)) for message in plan.messages]
@@ -198,7 +195,7 @@ class _Formats:
         self._events = _events(plan, workload)
 
     def plan(self, exact: frozenset[int]) -> Plan:
-        """The plan in which these units are exact."""
+        """Return the plan in which these units are exact, and all others rounded."""
         forms = zip(self._exact, self._rounded, self._unit_of, strict=True)
         messages = tuple(as_is if unit in exact else light for as_is, light, unit in forms)
         return self._plan.sending(messages)
@@ -211,7 +208,7 @@ class _Formats:
         return sum(self.nbytes[u] for u in units)
 
     def fastest(self, budget: Budget) -> tuple[frozenset[int], float]:
-        """The exact units of the fastest choice of formats, and its seconds."""
+        """Return the exact units of the fastest choice of formats, and its seconds."""
         nothing: frozenset[int] = frozenset()
         exact, seconds = min(
             ((e, self.seconds(e, budget)) for e in (self.every, nothing)), key=lambda choice: choice[1]
@@ -231,7 +228,10 @@ def _events(plan: Plan, workload: Workload) -> int:
 
 
 def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
-    """The indices of messages that have one format: a whole message, or its two halves, if each has another."""
+    """Return units of messages (indices) that share a format: an all-reduce, or the two halves of one.
+
+    If any half has no counterpart, all halves are one unit.
+    """
     halves: dict[frozenset[Slice], list[int]] = {}
     for i, message in enumerate(messages):
         if message.kind != "all_reduce":
@@ -243,7 +243,7 @@ def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
 
 
 def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Budget) -> frozenset[int]:
-    """Return the units that can be exact, with the most bytes found; the units of `start` are exact."""
+    """Return the set of units with the most bytes found that can be exact, including the units of `start`."""
     left = sorted(formats.every - start)
     by_size = sorted(left, key=formats.nbytes.__getitem__, reverse=True)
     meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)
@@ -255,7 +255,7 @@ def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Bud
 def _greedy(
     formats: _Formats, exact: frozenset[int], order: Sequence[int], limit_s: float, budget: Budget
 ) -> frozenset[int]:
-    """The units that are exact after one was made exact after the other in this order, wherever the time allows it."""
+    """Make units exact in this order, one after another, wherever the time allows it, and return the exact units."""
     stack = [order]
     while stack and not budget.spent:
         units = stack.pop()
@@ -268,7 +268,7 @@ def _greedy(
 
 
 class _Cut(NamedTuple):
-    """Message i of a plan as two: its first or last `nbytes` bytes, or up to ALIGNMENT less, are an exact one."""
+    """A cut of message i of a plan: its first or last `nbytes` bytes (up to ALIGNMENT less) become an exact message."""
 
     i: int
     nbytes: int
@@ -287,7 +287,10 @@ class _Cut(NamedTuple):
 
 
 def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Slice, ...]]:
-    """The slices before byte `at` of a message and those after it; tensors are cut where they may be, near there."""
+    """Yield the slices before byte `at` of a message, then the slices after it, cut at the nearest allowed offset.
+
+    The offset is rounded up if `up`, and down otherwise.
+    """
     starts = list(accumulate((piece.nbytes for piece in slices), initial=0))
     k = bisect_right(starts, at) - 1
     piece, inside = slices[k], at - starts[k]
@@ -305,7 +308,7 @@ def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Sl
 def _divided(
     plan: Plan, workload: Workload, cluster: Cluster, limit_s: float, fit: Callable[[Message], Message], budget: Budget
 ) -> Plan:
-    """The plan with rounded all-reduces divided, the largest first, where that makes part of them exact."""
+    """Divide rounded all-reduces, the largest first, if a part of them can be exact, and return the plan."""
     least = max(ALIGNMENT, int(_WORTH * workload.nbytes))
     slices = [
         message.slices
@@ -330,7 +333,10 @@ def _divided(
 
 
 def _longest(i: int, least: int, most: int, at_end: bool, allowed: Callable[[_Cut], bool]) -> _Cut:
-    """The allowed cut with the longest exact part, from `least` to `most` times ALIGNMENT bytes; none has 0 bytes."""
+    """Return the allowed cut with the longest exact part, from `least` to `most` times ALIGNMENT bytes.
+
+    If no cut is allowed, the result has 0 bytes.
+    """
     if least > most or not allowed(_Cut(i, least * ALIGNMENT, at_end)):
         return _Cut(i, 0, at_end)
     while least < most:

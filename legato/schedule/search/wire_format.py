@@ -1,7 +1,7 @@
-"""Plans whose messages may travel in a wire format: planned for exact and for rounded costs, then rounded.
+"""Plans with messages that may be sent in a wire format: plan with exact and with rounded costs, then round.
 
-`rounding.py` finds which messages of these plans must be rounded. Messages that mix what must be
-with what need not be are in its way, so messages are also planned for tensors of one kind each.
+`rounding.py` finds which messages of these plans must be rounded. If a message mixes tensors that must be rounded with
+tensors that need not be, all of it is rounded. So messages are also planned that hold tensors of only one kind.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from legato.simulator.pipelining import message_s
 
 __all__ = ["plan_in_wire_format"]
 
-#: Which tensors are exact first, by release time, tail and bytes, and by how much plans for them should be faster than
-#: necessary, as messages have startup times; and the part of the work for each of these plans.
+#: Orders in which tensors become exact, as keys of release time, tail and bytes.
 _FIRST_EXACT: tuple[Callable[[float, float, int], float], ...] = (
     lambda release_s, tail_s, nbytes: tail_s,
     lambda release_s, tail_s, nbytes: -release_s,
     lambda release_s, tail_s, nbytes: -nbytes,
 )
+#: The fractions by which plans of regrouped messages should be faster than necessary, since messages have startup
+#: times, and the fraction of the work for each such plan.
 _SLACKS, _REGROUPED = (0.0, 0.01, 0.03), 0.1
 
 
 def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
-    """The best plan whose messages may be rounded, from plans for what exact and what rounded messages cost."""
+    """Return the best plan with messages that may be rounded, from plans for exact and for rounded messages."""
     workload, cluster = problem.workload, problem.cluster
     beside, exact = cluster.while_computing(), replace(problem, wire="none")
     plans = []
@@ -46,7 +47,7 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
             plans += [plan for plan in found if is_runnable(plan, workload)]
 
     def fit(message: Message) -> Message:
-        if cluster.contention is not None:  # what is cheapest on the network may take more from computation
+        if cluster.contention is not None:  # the cheapest collective may take more time from computation
             return message
         nbytes = message.wire_nbytes
         name, depth = problem.collectives.way(nbytes, message.kind)
@@ -67,9 +68,9 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
 
 
 def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]:
-    """Plans for messages of tensors that are all exact, or all rounded, for iterations of this length.
+    """Yield plans in which all tensors of a message are exact, or all are rounded, for iterations of this length.
 
-    Which are exact is what would be possible in this time, or somewhat less, without startup times.
+    The exact tensors are those that could be exact without startup times, in this time or a little less.
     """
     workload = problem.workload
     if len(workload.tensors) > MOST_SHARED:
@@ -95,7 +96,7 @@ def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]
 def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Message]:
     """Yield the messages of the whole workload, given messages in which rounded tensors have half of their bytes.
 
-    A message of both kinds becomes two. Which format it is does not matter here.
+    A message with tensors of both kinds becomes two messages. The choice of bf16 has no effect on the result.
     """
     for message in messages:
         light = [Slice(s.tensor, 2 * s.start, 2 * s.stop) for s in message.slices if s.tensor in rounded]

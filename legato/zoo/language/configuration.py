@@ -1,7 +1,8 @@
-"""The shape of a language model from a configuration in JSON: Hugging Face's `config.json`, or Megatron's arguments.
+"""Read the shape of a language model from a JSON configuration: Hugging Face's `config.json`, or Megatron's arguments.
 
-Both name the same numbers by other words, of which a table has each. What a configuration leaves out follows as their
-libraries have it: as many heads of keys as of queries, a head of hidden / heads, MLPs of 4 x hidden.
+Both formats have the same numbers under different names; a table lists all names. Numbers that a configuration leaves
+out have the defaults of the libraries: as many heads of keys as of queries, heads of size hidden / heads, and MLPs of
+width 4 x hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from legato.core.job import LanguageModel, Latent
 
 __all__ = ["model_of"]
 
-#: The words for each number: Hugging Face's, then Megatron's.
+#: The names of each number in configurations: first Hugging Face's, then Megatron's.
 _WORDS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -34,15 +35,16 @@ _WORDS = {
     "shared_intermediate": ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
     "shared_experts": ("n_shared_experts",),
 }
-#: Longer ones are the most that a model takes, and nothing to train with.
+#: The longest sequence to take from a configuration. Configurations have the longest sequence that a model supports,
+#: which is often longer than in training.
 _SEQUENCE = 8192
 
 
 def model_of(path: Path, changes: dict[str, Any]) -> LanguageModel:
-    """The shape in a file, with some of its numbers changed.
+    """Return the shape in a file, with `changes` to its numbers.
 
-    Raises `FileError` on a file that holds no configuration, and `InputError` on numbers that are missing or that
-    `LanguageModel` refuses.
+    Raises `FileError` if the file has no configuration, and `InputError` if numbers are missing or `LanguageModel`
+    refuses them.
     """
     try:
         config = msgspec.json.decode(files.load(path), type=dict[str, Any])
@@ -91,7 +93,7 @@ def _whole(path: Path, name: str, value: Any) -> int:
 
 
 def _is_gated(config: dict[str, Any]) -> bool:
-    """Return whether MLPs have three matrices: Megatron says so, and models of Hugging Face have three with SiLU."""
+    """Return whether MLPs have three matrices: if Megatron's options say so, or the activation is SiLU or SwiGLU."""
     if "swiglu" in config or "gated_linear_unit" in config:
         return bool(config.get("swiglu") or config.get("gated_linear_unit"))
     return str(config.get("hidden_act", config.get("activation_function", ""))).startswith(("silu", "swi"))

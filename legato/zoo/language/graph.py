@@ -1,18 +1,16 @@
 """The layers and variables of language models, as a graph.
 
-Two families, which have these things in one layer of the model:
+There are two families of models:
 
-- `gpt`: layer normalizations, biases, one matrix for queries, keys and values,
-  an MLP of two matrices, learned positions, and one table for the embeddings
-  and the output layer (Radford et al. 2019, as GPT-2 in `gpt2`);
-- `llama`: RMS normalizations, no biases, a matrix each for queries, keys and
-  values, a gated MLP of three matrices, rotary positions, and two tables (Dubey
-  et al. 2024, section 3.2). With `experts`, a router sends each token to some of
-  several such MLPs (Jiang et al. 2024, section 2). Experts are loaded evenly and
-  run as grouped matrix products; every expert's matrices are tensors of their own.
+- `gpt` has layer normalizations, biases, one matrix for queries, keys and values, MLPs of two matrices, learned
+  positions, and one table for the embeddings and the output layer (Radford et al. 2019, like GPT-2 in `gpt2`).
+- `llama` has RMS normalizations, no biases, separate matrices for queries, keys and values, gated MLPs of three
+  matrices, rotary positions, and two tables (Dubey et al. 2024, section 3.2). With `experts`, a router sends each token
+  to some of several such MLPs (Jiang et al. 2024, section 2). Experts have equal loads and run as grouped matrix
+  products; each matrix of each expert is its own tensor.
 
-Attention is causal and keeps its scores in the kernel. GPT-3 alternates dense with
-banded attention (Brown et al. 2020, section 2.1); here all of it is dense.
+Attention is causal and keeps its scores in the kernel. GPT-3 alternates dense with banded attention (Brown et al. 2020,
+section 2.1); here, all attention is dense.
 """
 
 from __future__ import annotations
@@ -29,18 +27,19 @@ from legato.zoo.sequence import causal_attention, embedding, gated, layer_norm, 
 __all__ = ["SHAPES", "language_model"]
 
 _DEVICE, _PRECISION = "h100", "bf16"
-#: Layers, and layers times experts (DeepSeek-V3 has 61 x 256): up to some 150,000 ops, and 100,000 tensors.
+#: The most layers, and the most layers times experts (DeepSeek-V3 has 61 x 256). This allows about 150,000 ops and
+#: 100,000 tensors.
 _MOST_LAYERS, _MOST_EXPERTS = 2**12, 2**15
-#: The named models that have a graph; one sequence a batch.
+#: The named models that have a graph; a batch is one sequence.
 SHAPES = {name: shape for name, shape in MODELS.items() if shape.latent is None}
 
 
 def language_model(shape: LanguageModel, name: str | None = None) -> Model:
-    """Return the graph of a model, to be trained in bf16 on one sequence a batch.
+    """Return the graph of a model that is trained in bf16, with a batch of one sequence.
 
-    Without a name, it is called after its number of parameters, such as `llm-70.6b`. Raises `InputError` on latent
-    attention, shared experts, experts of the family of GPT and more than 4,096 layers, and `TooLargeError` on more than
-    32,768 layers times experts.
+    Without `name`, the model's name is made from its number of parameters, such as `llm-70.6b`. Raises `InputError` on
+    latent attention, shared experts, experts in the `gpt` family and more than 4,096 layers, and `TooLargeError` if
+    layers times experts exceed 32,768.
     """
     if shape.latent is not None or shape.shared_intermediate or (shape.experts > 1 and shape.family == "gpt"):
         what = "latent attention" if shape.latent else "these experts"
@@ -57,7 +56,7 @@ def language_model(shape: LanguageModel, name: str | None = None) -> Model:
 
 
 def _short(parameters: int) -> str:
-    """`70.6b` for 70,553,706,496."""
+    """Return a number of parameters in short form, such as `70.6b` for 70,553,706,496."""
     for unit, scale in (("t", 1e12), ("b", 1e9), ("m", 1e6), ("k", 1e3)):
         if parameters >= 0.9995 * scale:
             return f"{parameters / scale:.3g}{unit}"
@@ -107,7 +106,7 @@ def _mlp(x: Value, shape: LanguageModel) -> Value:
 
 
 def _experts(x: Value, shape: LanguageModel) -> Value:
-    """A router, the rows of each expert's tokens one after another, the experts, and their weighted sum."""
+    """Add a router, the sorting of tokens by expert, the experts, and the weighted sum of the experts' outputs."""
     length, width = x.shape
     rows = (length * shape.active_experts, width)
     routes = dense(x, "router", shape.experts, bias=False)
@@ -118,7 +117,7 @@ def _experts(x: Value, shape: LanguageModel) -> Value:
 
 
 def _grouped(x: Value, name: str, units: int, shape: LanguageModel) -> Value:
-    """A matrix product of each expert's rows with its own matrix."""
+    """Add one layer that multiplies each expert's rows by this expert's matrix."""
     rows, width = x.shape
     variables = [x.net.variable(f"{name}/expert{e}/weights", width, units) for e in range(shape.experts)]
     return x.net.layer(name, "split", [x], (rows, units), variables=variables, flops=2 * rows * width * units)

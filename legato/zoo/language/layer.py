@@ -1,15 +1,17 @@
-"""The time of a layer, and of what comes before and after the layers, on one worker and for one micro-batch.
+"""The time of a layer, of the embeddings and of the output layer, on one worker and for one micro-batch.
 
-Each function is a term: matrix products, attention, grouped products of experts, memory traffic, the fixed time of a
-mixture, and collectives. In formulas, T is the tokens of a micro-batch on a worker, s the sequence, h the model's
-width, a and k the heads of queries and of keys on a worker, d their size. Activations have 2 bytes.
+Each function computes one term: matrix products, attention, grouped products of experts, memory traffic, the fixed time
+of a mixture, or collectives. In formulas, T is the number of tokens of a micro-batch on a worker, s the length of a
+sequence, h the model's width, a and k the numbers of heads of queries and of keys on a worker, and d the size of a
+head. Elements of activations have 2 bytes.
 
 Sources: arXiv 2205.05198 (tensor and sequence parallelism, recomputation), 2104.04473 (products), 2205.14135 (attention
-that keeps its scores). Bytes of elementwise operations count what each kernel reads and writes.
+that keeps its scores in the kernel). Elementwise operations count the bytes that each kernel reads and writes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,21 +21,23 @@ from legato.zoo.language.work import Beside, Exchange, Work
 
 __all__ = ["Passes", "embeddings", "layer", "logits", "output", "tokens", "width"]
 
-#: Bytes that the forward and the backward pass read and write for each element: as fused kernels, and one by one.
+#: Bytes that the forward and the backward pass read and write for each element, with fused and with separate kernels.
 _NORM, _NORM_UNFUSED = (4, 6), (30, 45)
 _ROTARY, _ROTARY_UNFUSED = (4, 4), (20, 20)
 _GATED, _GATED_UNFUSED, _GELU = (6, 10), (10, 18), (4, 6)
 _LOSS, _LOSS_WHOLE = (6, 4), (14, 22)
 _RESIDUAL, _RESIDUAL_DROPOUT = (6, 4), (7, 5)
 _SCORES, _SCORES_DROPOUT = (5, 7), (10, 12)
-#: Of scores whose softmax is not fused, besides: a scale, a mask, a cast to 32 bits and one back.
+#: More bytes for each score if the softmax is not fused: for a scale, a mask, a cast to 32 bits and a cast back.
 _SCORES_UNFUSED = (23, 25)
-#: The forward pass's part of the fixed time of a mixture.
+#: Elements of a tile of a product.
+_TILE = 256, 128
+#: The fraction of a mixture's fixed time that belongs to the forward pass.
 _FORWARD = 1 / 3
 
 
 class Passes(NamedTuple):
-    """The forward pass, gradients of activations (with what is recomputed), and gradients of weights."""
+    """The forward pass, the gradients of activations (including recomputation), and the gradients of weights."""
 
     forward: Work = Work()
     backward: Work = Work()
@@ -41,22 +45,25 @@ class Passes(NamedTuple):
 
 
 def tokens(job: Job) -> int:
-    """T: tokens of a micro-batch on a worker, before sequence parallelism."""
+    """Return T, the number of tokens of a micro-batch on a worker before sequence parallelism."""
     return job.microbatch * job.model.sequence // job.mesh.context
 
 
 def width(job: Job) -> float:
-    """Elements of an activation between matrix products on a worker: T h, divided under sequence parallelism."""
+    """Return the number of elements of an activation between matrix products on a worker.
+
+    This is T h, divided by the tensor-parallel workers under sequence parallelism.
+    """
     return tokens(job) * job.model.hidden / (job.mesh.tensor if job.sequence_parallel else 1)
 
 
 def logits(job: Job) -> float:
-    """Logits of which a worker computes the loss."""
+    """Return the number of logits for which a worker computes the loss."""
     return tokens(job) * vocabulary_part(job) * (1 if job.framework.fused_loss else job.mesh.tensor)
 
 
 def layer(job: Job, mixture: bool) -> Passes:
-    """A layer of attention and an MLP, or a `mixture` of experts."""
+    """Return the passes of a layer of attention and an MLP, or of attention and a `mixture` of experts."""
     products = _products(job, mixture)
     attention_s = _attention_s(job)
     grouped = _grouped_s(job) if mixture else (0.0, 0.0, 0.0)
@@ -72,12 +79,12 @@ def layer(job: Job, mixture: bool) -> Passes:
     backward_s = sum(products) + attention_s[1] + grouped[1] + elementwise_s[1] + (1 - _FORWARD) * fixed_s + again_s
     forward, backward = Work(forward_s), Work(backward_s + job.framework.host_s)
     full = job.recompute == "full"
-    before_s = again_s if full else 0.0  # of the backward pass, in which the forward pass runs again
+    before_s = again_s if full else 0.0  # the start of the backward pass, which repeats the forward pass
     for kind, part in _communication(job, mixture).items():
         tensor, products_s = kind == "tensor", sum(products)
         hidden = kind in job.framework.hidden
         whole = "tensor:forward" in job.framework.hidden if tensor else hidden
-        # Collectives of tensor parallelism can be hidden by products only.
+        # Only products can hide collectives of tensor parallelism.
         forward = forward.and_then(_placed(part.forward, products_s if tensor else forward_s, whole))
         if full:
             backward = backward.and_then(_placed(part.forward, products_s if tensor else before_s, whole))
@@ -92,21 +99,34 @@ def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
-def _product_s(job: Job, *sizes: float) -> float:
-    """A product of matrices, 2 m n k / (peak x efficiency): the same in all passes, whatever its shape."""
-    flops = 2.0
-    for size in sizes:
-        flops *= size
-    return flops / (job.machine.flops_per_s * job.machine.efficiency)
+def _product_s(job: Job, m: float, k: float, n: float) -> float:
+    """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
+
+    The time is the same in all passes: `waves` is the mean over the result and the gradients of both matrices.
+    """
+    waves = 1.0
+    if (units := job.machine.multiprocessors) and m * k * n:
+        waves = sum(_waves(units, *result) for result in ((m, n), (m, k), (k, n))) / 3
+    return 2 * m * k * n * waves / (job.machine.flops_per_s * job.machine.efficiency)
+
+
+def _waves(units: int, rows: float, columns: float) -> float:
+    """Return how much longer a product takes because whole waves of whole tiles cover its result.
+
+    Each multiprocessor computes one tile at a time. A tile has 256 x 128 or 128 x 256 elements, the largest and most
+    efficient sizes in cuBLAS (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3, 3.1 and 3.2).
+    """
+    tiles = min(math.ceil(rows / a) * math.ceil(columns / b) for a, b in (_TILE, _TILE[::-1]))
+    return math.ceil(tiles / units) * units * math.prod(_TILE) / (rows * columns)
 
 
 def _memory_s(job: Job, nbytes: Iterable[float]) -> float:
-    """Bytes / (bandwidth x share)."""
+    """Return the seconds of memory traffic: bytes / (bandwidth x share)."""
     return sum(nbytes) / (job.machine.memory_bytes_per_s * job.machine.memory_share)
 
 
 def _products(job: Job, mixture: bool) -> list[float]:
-    """Seconds of the dense matrix products of a forward pass, in their order."""
+    """Return the seconds of each dense matrix product of a forward pass, in order."""
     model, tensor = job.model, job.mesh.tensor
     hidden, size, heads, kv_heads = model.hidden, model.head_size, model.heads // tensor, model.kv_heads // tensor
     divided = tokens(job) / (tensor if job.sequence_parallel else 1)
@@ -125,11 +145,12 @@ def _products(job: Job, mixture: bool) -> list[float]:
 
 
 def _attention_s(job: Job) -> tuple[float, float]:
-    """The core of attention, forward and backward.
+    """Return the seconds of the core of attention in the forward and in the backward pass.
 
-    Forward 2 T s a (d_qk + d_v) FLOPs. With scores in the kernel: the causal half of them, and backward 2.5 times that,
-    since scores are computed again. With stored scores: all, backward twice that, and the memory traffic of T s a
-    scores in softmax, dropout and the products.
+    All scores take 2 T s a (d_qk + d_v) FLOPs in the forward pass. If scores stay in the kernel, only the causal half
+    is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If scores are stored,
+    all are computed, the backward pass takes twice as long, and the memory traffic of T s a scores in softmax, dropout
+    and the products is added.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -144,15 +165,16 @@ def _attention_s(job: Job) -> tuple[float, float]:
 
 
 def _rows(job: Job) -> float:
-    """Rows that the experts of a worker compute: experts are loaded evenly."""
+    """Return the number of rows that the experts of a worker compute if all experts have equal loads."""
     return tokens(job) * job.model.active_experts
 
 
 def _grouped_s(job: Job) -> tuple[float, float, float]:
-    """The grouped products of experts: forward, gradients of activations, and of weights.
+    """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
-    The sum, not the larger, of flops / (peak x efficiency) and of bytes / (bandwidth x share): operands, results, and,
-    for gradients of weights, 32-bit sums read and written. Measured kernels of B200 agree within a median of 6%.
+    A time is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share). The bytes are
+    operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The median difference
+    from measured kernels of B200 is 6%.
     """
     model, machine = job.model, job.machine
     rows, inner = _rows(job), model.expert_intermediate / job.mesh.tensor
@@ -165,7 +187,7 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
 
 
 def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
-    """Bytes of the forward and the backward pass, for each of the elementwise operations."""
+    """Return the bytes of each elementwise operation in the forward and in the backward pass."""
     model, framework, fused = job.model, job.framework, job.framework.fused
     llama, tensor = model.family == "llama", job.mesh.tensor
     if model.latent is None:
@@ -185,7 +207,7 @@ def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
 
 
 class _Sends(NamedTuple):
-    """Exchanges of the forward pass, of the backward pass, and of those which the framework may hide in it."""
+    """Exchanges of the forward pass, of the backward pass, and exchanges that may be hidden in the backward pass."""
 
     forward: tuple[Exchange, ...] = ()
     backward: tuple[Exchange, ...] = ()
@@ -193,7 +215,7 @@ class _Sends(NamedTuple):
 
 
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
-    """Return what a layer sends, by kind; if tensor parallelism divides experts, for all rows of a mixture."""
+    """Return the exchanges of a layer by kind; tensor parallelism sends all rows of a mixture's experts."""
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:
         both = _tensor(job, activation), _tensor(job, activation * job.model.active_experts)
@@ -204,11 +226,12 @@ def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
 
 
 def _tensor(job: Job, nbytes: float) -> _Sends:
-    """Return the sends around attention or an MLP, for an activation of `nbytes` (arXiv 2205.05198, section 4.2.2).
+    """Return the exchanges around attention or an MLP, for an activation of `nbytes` (arXiv 2205.05198, section 4.2.2).
 
-    With sequence parallelism: a gather before the first matrices, divided by columns, and a reduce-scatter after the
-    last one, divided by rows. Backward the reverse, and a gather of the inputs again (not in DTensor, which keeps them,
-    but where products are selected to be recomputed). Without: an all-reduce each.
+    With sequence parallelism, there is a gather before the first matrices, which are divided by columns, and a
+    reduce-scatter after the last matrix, which is divided by rows. The backward pass does the reverse, and gathers the
+    inputs again. (DTensor keeps the inputs, and gathers again only with selective recomputation.) Without sequence
+    parallelism, each pass has one all-reduce.
     """
     if not job.sequence_parallel:
         both = (Exchange("tensor", "all_reduce", ("tensor",), nbytes),)
@@ -220,7 +243,10 @@ def _tensor(job: Job, nbytes: float) -> _Sends:
 
 
 def _context(job: Job) -> _Sends:
-    """A gather of all keys and values (arXiv 2407.21783, section 3.3.2); backward again, and a reduce-scatter."""
+    """Return a gather of all keys and values (arXiv 2407.21783, section 3.3.2), for both passes.
+
+    The backward pass also has a reduce-scatter.
+    """
     model = job.model
     if model.latent is None:
         each = 2 * model.kv_heads * model.head_size
@@ -232,10 +258,10 @@ def _context(job: Job) -> _Sends:
 
 
 def _expert(job: Job) -> _Sends:
-    """Tokens to their experts and back, T h x active experts each, in both passes.
+    """Return the exchanges of tokens to their experts and back, in both passes: T h x active experts elements each.
 
-    If the framework sends one copy of a token to each host, its k copies cause n (1 - (1 - 1/n)^k) sends on average for
-    n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).
+    If the framework sends only one copy of a token to each host, the k copies of a token cause n (1 - (1 - 1/n)^k)
+    sends on average for n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).
     """
     nbytes, copies = 2 * _rows(job) * job.model.hidden / job.mesh.tensor, job.model.active_experts
     if job.framework.deduplicates and (hosts := job.group("expert").hosts) > 1:
@@ -245,7 +271,10 @@ def _expert(job: Job) -> _Sends:
 
 
 def embeddings(job: Job) -> Passes:
-    """The table, divided by its rows: its gradients are dense, cleared, added up and read for each micro-batch."""
+    """Return the passes of the embeddings, with the rows of the table divided among workers.
+
+    The table's gradients are dense: every micro-batch clears them, adds them up and reads them.
+    """
     nbytes = 2 * tokens(job) * job.model.hidden
     forward = Exchange("tensor", "reduce_scatter" if job.sequence_parallel else "all_reduce", ("tensor",), nbytes)
     backward = (Exchange("tensor", "all_gather", ("tensor",), nbytes),) if job.sequence_parallel else ()
@@ -255,7 +284,7 @@ def embeddings(job: Job) -> Passes:
 
 
 def output(job: Job) -> Passes:
-    """The last norm, the output layer and the loss."""
+    """Return the passes of the last norm, the output layer and the loss."""
     part, whole = vocabulary_part(job), not job.framework.fused_loss
     product_s = _product_s(job, tokens(job), job.model.hidden, part)
     norm, loss = _NORM if job.framework.fused else _NORM_UNFUSED, _LOSS_WHOLE if whole else _LOSS

@@ -1,6 +1,6 @@
-"""Language models by name, and of the shape that one gives: decoders of the families of GPT-3 and of Llama 3.
+"""Language models by name or by shape: decoders in the families of GPT-3 and Llama 3.
 
-Shapes are the published ones:
+The named models have the published shapes:
 
 - `gpt3`: 175.0 billion parameters in Brown et al. 2020, Table 2.1; exactly
   174,604,259,328 with its vocabulary of 50,257 and 2048 positions
@@ -13,8 +13,8 @@ Shapes are the published ones:
 - `deepseek-v3`: arXiv 2412.19437, section 4.2; 671,026,404,352 parameters (671B), of which a token uses 37.6 billion
   (37B), without the layer of multi-token prediction, which is not modelled
 
-The last two are known as whole jobs only; they have the vocabularies and dense layers of their releases, and the
-sequences of their pre-training.
+Only whole jobs support the last two models. Their vocabularies and dense layers are from their releases, and their
+sequences are as long as in their pre-training.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def shaped(
     experts: int = 1,
     **more: Any,
 ) -> LanguageModel:
-    """Return the model of a shape; `more` are further fields of `LanguageModel`.
+    """Return a language model of this shape; `more` has further fields of `LanguageModel`.
 
-    By default a sequence has 8192 tokens, keys and values have as many heads as queries, the MLP is four times as wide
-    as the model (`gpt`) or three and a half times (`llama`, as in Llama 3 8B and 70B), experts are as wide as an MLP,
-    and the embeddings are also the output layer in `gpt` only. Raises `InputError` as `LanguageModel` does, and if
-    heads do not divide the width.
+    By default, a sequence has 8192 tokens, and keys and values have as many heads as queries. The MLP is four times as
+    wide as the model in `gpt`, and three and a half times in `llama`, as in Llama 3 8B and 70B. Experts are as wide as
+    an MLP. Only in `gpt`, the embeddings are also the output layer. Raises `InputError` as `LanguageModel` does, and if
+    the number of heads does not divide the width.
     """
     if heads < 1 or hidden % heads:
         raise InputError(f"hidden: {hidden} (expected a multiple of the {heads} heads)")
@@ -62,7 +62,7 @@ def shaped(
 
 
 _LLAMA = {"kv_heads": 8, "vocabulary": 128_256}
-#: The arguments of `shaped` of those models whose other numbers follow from these.
+#: The arguments of `shaped` for the models that it can make.
 _NUMBERS: dict[str, dict[str, Any]] = {
     "gpt3": {"layers": 96, "hidden": 12_288, "heads": 96, "vocabulary": 50_257, "sequence": 2048, "family": "gpt"},
     "llama-3-8b": _LLAMA | {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 14_336},
@@ -120,9 +120,9 @@ MODELS: dict[str, LanguageModel] = {
 
 
 def model_named(name: str, **changes: Any) -> LanguageModel:
-    """Return a model with some of its numbers changed, and what follows from these.
+    """Return the model with this name after `changes` to its numbers, and to numbers that follow from the changed ones.
 
-    Raises `InputError`, with the nearest names, on an unknown name, and as `shaped` does.
+    Raises `InputError` on an unknown name, with the nearest ones, and as `shaped` does.
     """
     if name not in MODELS:
         raise unknown_name("language model", name, MODELS)

@@ -1,4 +1,4 @@
-"""A language model that one GPU trains: the job, and the seconds of the parts of its passes."""
+"""A language model that a single GPU trains: the job, and the seconds of each part of the passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["job_of_one_gpu", "part_times"]
 
 
 def job_of_one_gpu(name: str, model: LanguageModel, machine: Machine, microbatch: int, *, recompute: bool) -> Job:
-    """Return the job of one GPU and micro-batch, under the framework that whole jobs have by default."""
+    """Return the job of one GPU with one micro-batch, in the default framework of whole jobs."""
     return Job(
         name,
         model,
@@ -26,10 +26,10 @@ def job_of_one_gpu(name: str, model: LanguageModel, machine: Machine, microbatch
 
 
 def part_times(job: Job) -> dict[tuple[str, Phase], float]:
-    """Return the seconds for which each part of the model computes on a micro-batch, by part and phase.
+    """Return for how many seconds each part of the model computes on a micro-batch, by part and phase.
 
-    The parts, which the names of ops tell (`legato.zoo.lower`), are `embeddings`, `layer0` and so on, what is
-    recomputed of each of these, and `output`.
+    The parts are `embeddings`, `layer0` and so on, `layer0/recompute` and so on, and `output`. The name of an op says
+    to which part it belongs (`legato.zoo.lower`).
     """
     plain = replace(job, recompute="none")
     kinds = {mixture: (layer(plain, mixture), layer(job, mixture)) for mixture in (False, True)}

@@ -1,4 +1,4 @@
-"""Parameters of a language model, and of what one worker holds of it."""
+"""The numbers of parameters of a language model, and of the part that one worker holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters: `shared` by all data-parallel workers, and of `experts`, which they divide."""
+    """Numbers of parameters: `shared` by all data-parallel workers, and of `experts`, which the workers divide."""
 
     shared: int
     experts: int = 0
@@ -32,9 +32,10 @@ class Parameters(NamedTuple):
 
 @lru_cache(maxsize=256)
 def layer(model: LanguageModel, mixture: bool, tensor: int = 1, expert: int = 1) -> Parameters:
-    """Return a layer's parameters on one of `tensor` workers that divide its matrices, `expert` the experts.
+    """Return a layer's parameters on one worker.
 
-    Vectors, the router and the narrow matrices of latent attention are on all workers.
+    `tensor` workers divide the matrices of the layer, and `expert` workers divide its experts. Every worker has all
+    vectors, the router and the narrow matrices of latent attention.
     """
     gpt, matrices = model.family == "gpt", 3 if model.family == "llama" else 2
     hidden, size, heads, kv_heads = model.hidden, model.head_size, model.heads // tensor, model.kv_heads // tensor
@@ -59,7 +60,7 @@ def embeddings(job: Job) -> Parameters:
 
 
 def output(job: Job) -> Parameters:
-    """Return the parameters of the last norm and the output layer; the last of several stages also has a tied table."""
+    """Return the parameters of the last norm and the output layer; a tied table counts only with several stages."""
     table = 0 if job.model.tied and job.mesh.pipeline == 1 else job.model.hidden * vocabulary_part(job)
     return Parameters(table + _norm(job.model))
 
@@ -81,7 +82,7 @@ def parameters(model: LanguageModel) -> int:
 
 
 def vocabulary_part(job: Job) -> int:
-    """Tokens of the vocabulary, with its padding, on one of the workers that divide it."""
+    """Return the number of tokens of the padded vocabulary on one of the workers that divide it."""
     multiple = job.framework.vocabulary_multiple
     return -(-job.model.vocabulary // (job.mesh.tensor * multiple)) * multiple
 
@@ -99,16 +100,16 @@ def held(job: Job, stage: int) -> Parameters:
 
 
 def owned(job: Job, parameters: Parameters) -> float:
-    """Parameters whose part of what data-parallel workers divide is a worker's own."""
+    """Return how many of these parameters one worker owns if data-parallel workers divide them."""
     mesh = job.mesh
     ranks = mesh.data * mesh.context // job.replicas
     return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
 
 
 def model_flops(model: LanguageModel) -> float:
-    """FLOPs of a token in the forward and the backward pass, nothing recomputed.
+    """Return the FLOPs of a token in the forward and the backward pass, without recomputation.
 
-    Six a parameter of the matrices that it uses, and the causal half of attention.
+    They are six for each parameter of the matrices that the token uses, plus the causal half of attention.
     """
     used = model.layers * model.heads * model.sequence * _pair(model) / 2
     mixtures = len(model.mixtures)
@@ -119,5 +120,5 @@ def model_flops(model: LanguageModel) -> float:
 
 
 def _pair(model: LanguageModel) -> int:
-    """Elements that attention reads of a query's or key's head and of a value's."""
+    """Return the size of a query's or key's head plus the size of a value's head."""
     return 2 * model.head_size + (model.latent.rope if model.latent else 0)

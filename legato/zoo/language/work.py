@@ -1,4 +1,4 @@
-"""A piece of a pass: computing, and the communication during it and after it."""
+"""A piece of a pass: computing, and the communication during and after the computing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Beside", "Exchange", "Work"]
 class Exchange(NamedTuple):
     """A communication among the workers that differ only in these dimensions of the mesh (as in `Mesh.placements`).
 
-    `nbytes` counts as in `Communication`; it runs `times` times in a row.
+    `nbytes` counts as in `Communication`. The exchange runs `times` times in a row.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of a pass: computing, the exchanges during it (`beside`), and the exposed ones after it (`behind`)."""
+    """A piece of a pass: computing, the exchanges during it (`beside`), and exposed exchanges after it (`behind`)."""
 
     computing_s: float = 0.0
     beside: tuple[Beside, ...] = ()

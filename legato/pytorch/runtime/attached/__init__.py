@@ -1,1 +1,1 @@
-"""legato attached to the user's DDP and optimizer: it decides which plan runs, or DDP."""
+"""legato attached to the user's DDP and optimizer: decides whether DDP or a plan runs, and which plan."""

@@ -1,4 +1,4 @@
-"""Attaching: `legato.distribute` for a plan that exists already, and what is attached to a model."""
+"""Attaches legato to a model: `legato.distribute` for a plan that exists already."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def attach(  # noqa: PLR0913
     current: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Let a model's gradients be averaged over all ranks as `plan` says.
+    """Average a model's gradients over all ranks as `plan` says.
 
-    This is `legato.distribute` for a plan that exists already, and takes the
-    same arguments; `plan` is a `Plan` or the path of a plan file. Returns the
-    model, wrapped in `DistributedDataParallel` if it was not, and the same optimizer.
+    This is `legato.distribute` for a plan that exists already, and takes the same arguments; `plan` is a `Plan` or the
+    path of a plan file. Returns the model, wrapped in `DistributedDataParallel` if it was not wrapped yet, and the same
+    optimizer.
 
-    Raises `InputError` if no process group is initialized, or an argument is not as described; `PlanError` for a plan
-    of another model; `RankError`, on every rank, if the ranks do not have the same model, plan and optimizer.
+    Raises `InputError` if no process group is initialized or an argument is invalid, and `PlanError` if the plan was
+    made for another model. Raises `RankError`, on every rank, if the ranks do not have the same model, plan and
+    optimizer.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
@@ -79,7 +80,7 @@ def attach(  # noqa: PLR0913
 
 
 def _check_options(ddp: Any, optimizer: Any, process_group: Any, options: Mapping[str, Any]) -> None:
-    """Raise `InputError` for an option that nobody knows, or nobody can follow any more, and for no optimizer."""
+    """Raise `InputError` for an unknown option, one that comes too late for an existing DDP, or a wrong optimizer."""
     ddps = inspect.signature(DistributedDataParallel).parameters if options else ()
     if unknown := [name for name in options if name not in ddps]:
         raise unknown_name("option", unknown[0], [*inspect.signature(attach).parameters, *ddps][3:])
@@ -94,8 +95,8 @@ def _check_options(ddp: Any, optimizer: Any, process_group: Any, options: Mappin
 
 
 def _check_module(module: nn.Module) -> None:
-    """Raise `InputError` for a model that no DDP can train."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long
+    """Raise `InputError` for a model that `DistributedDataParallel` cannot train."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # an import would be slow
     if fsdp and any(isinstance(m, fsdp.FSDPModule | fsdp.FullyShardedDataParallel) for m in module.modules()):
         raise InputError(
             "model: FSDP shards its parameters, and sends its gradients itself (expected a model for "
@@ -115,14 +116,14 @@ def _check_sharded(plan: Plan, module: nn.Module, optimizer: Any) -> None:
 
 
 def attachment_of(ddp: nn.Module) -> Attachment | None:
-    """legato on a `DistributedDataParallel`; None if it is not attached."""
+    """Return the `Attachment` of a `DistributedDataParallel`; None if legato is not attached to it."""
     hooks = ddp._forward_pre_hooks.values()
     found = (hook.attachment for hook in hooks if isinstance(hook, Hook))
     return next((attachment for attachment in found if attachment is not None and not attachment.is_detached), None)
 
 
 def attachment(model: nn.Module) -> Attachment:
-    """Return what legato does for a model: its plan, and what a user can ask of it.
+    """Return the `Attachment` of a model: legato's plan for it, and methods to inspect and control legato.
 
     Raises `InputError` if legato is not attached to the model.
     """
@@ -134,7 +135,7 @@ def attachment(model: nn.Module) -> Attachment:
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` that a model is or contains, such as a compiled one or one of a framework.
+    """Return the `DistributedDataParallel` that a model is or contains, such as one inside a compiled model, or None.
 
     Raises `InputError` if there are several.
     """

@@ -1,7 +1,7 @@
-"""legato on a `DistributedDataParallel`: each pass is DDP's or legato's (docs/runtime.md, "Whose pass it is").
+"""legato attached to a `DistributedDataParallel`: DDP runs some passes and legato runs the others.
 
-Everything that the decision follows from is known to all ranks: the plan, what the
-program does with the model, and what the ranks tell each other after the first passes.
+docs/runtime.md ("Whose pass it is") says who runs which. All ranks decide this alike, because they know the same facts:
+the plan, what the program does with the model, and what the ranks tell each other after the first passes.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from legato.pytorch.runtime.waiting.buckets import Slot, check_plan
 
 __all__ = ["Attachment", "innermost_optimizer"]
 
-#: The number of backward passes that send and are DDP's, before the first of legato's.
+#: The number of backward passes that DDP runs, and in which it sends, before the first one of legato's.
 FIRST_PASSES = 2
 
 
 class Attachment:
-    """legato on one `DistributedDataParallel`, on all of its ranks together.
+    """legato's part of one `DistributedDataParallel`. Each rank has one, and all of them act together.
 
-    `legato.attachment(model)` returns a model's. Parameters, gradients and the
-    optimizer's state are up to date whenever they are read.
+    `legato.attachment(model)` returns the attachment of a model. Parameters, gradients and the optimizer's state are up
+    to date whenever they are read.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Attachment:
         former = self._former_attachments()
         shared = any(other.module is not self.module for other in former)
         reason = "it has a parameter of another model" if shared else self._model_reason()
-        #: Why passes are DDP's for good; empty if they are not.
+        #: Why DDP runs all passes from now on; empty if legato may run some.
         self.reason = first_said(reason, self._group).partition(": ")[2]
         #: Whether `detach` was called.
         self.is_detached = False
@@ -102,40 +102,41 @@ class Attachment:
         self._error_feedback, self._flight_dir = error_feedback, flight_dir
         self._optimizers: list[Optimizer] = []
         self._plan = plan
-        #: What carries the plan out; None while passes are DDP's.
+        #: The reducer that sends the plan's messages; None while DDP runs the passes.
         self.reducer: Reducer | None = None
         self._stepped = False  # whether an optimizer's `step()` was called since the last backward pass that sent
         self._said: set[str] = set()
         self._fingerprint = ModuleFingerprint(self.module)
         self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
-        #: Watches the steps for `plan="auto"`, whose passes are DDP's.
+        #: Observes the steps for `plan="auto"`, while DDP runs the passes; None otherwise.
         self.observer: StepObserver | None = None
-        self._to_observe = 0  # the number of steps until `_decide()` is called, on all ranks
+        self._to_observe = 0  # the number of steps until `decide()` is called, on all ranks
         self._observation: tuple[int, Callable[[], None]] = 0, lambda: None
-        # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
+        # The number of first passes that DDP runs. Under a sharded plan there are none, which saves memory, unless the
+        # graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
-        self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
+        self._ddps: DdpPasses | None = self._watch_ddp()  # while DDP runs the passes and legato may follow
         self._tracer: Tracer | None = None
         self._drift = DriftMonitor(self._gather_numbers, self._new_tracer)
-        #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
+        #: The function that all ranks call, between two steps, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
-        self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
+        self._methods_back: Callable[[], Any] | None = None  # restores the methods that `gate.methods` replaced
         self._trained = False  # whether the last forward pass was in training mode
-        self._nested = 0  # forward passes inside one of legato's
-        #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
+        self._nested = 0  # the number of open forward passes inside one of legato's
+        #: The measurements of the plans that `compete` has tried, by the names of their schedulers.
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
         self._told_rounds = 0
         self._hooks = [
             ddp.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
             ddp.register_forward_hook(Hook(self._forward_failed, self), prepend=True, always_call=True),
-            ddp.register_forward_hook(Hook(self._forward_ended, self), prepend=True),  # before the other
+            ddp.register_forward_hook(Hook(self._forward_ended, self), prepend=True),  # runs before the previous hook
         ]
         for other in former:
             if other.module is self.module:
                 self._idle.succeed(other._idle)
                 other._end()
-            else:  # passes are DDP's in both models
+            else:  # DDP runs the passes of both models
                 other._leave_to_ddp(self.reason)
         for parameter in self._parameters.values():
             _attachments[parameter] = weakref.ref(self)
@@ -146,29 +147,32 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan in use, unless passes are DDP's (`reason`)."""
+        """Return the plan in use. The plan has no effect if all passes are left to DDP (`reason`)."""
         return self._plan
 
     @property
     def observed(self) -> bool:
-        """Return whether `plan="auto"` has not decided yet: it watches the steps, or tries plans."""
+        """Return whether `plan="auto"` has not decided yet: it still observes the steps or tries plans."""
         return self.observer is not None or self._tournament is not None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are averaged, by name: those that were trained when legato was attached."""
+        """Return the parameters whose gradients are averaged, by name.
+
+        These are the parameters that required a gradient when legato was attached.
+        """
         return self._parameters
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers whose steps legato knows."""
+        """Return the optimizers whose steps legato can defer."""
         return self._optimizers
 
     def manage(self, optimizer: Any) -> None:
-        """Defer this optimizer's updates as the plan says; call it on all ranks, for each optimizer of the model.
+        """Let the plan decide when this optimizer's updates run; call it on all ranks, for each optimizer of the model.
 
-        An optimizer that is not torch's, or has none of the model's parameters, is left alone.
-        Raises `RankError`, on every rank, if its settings differ between ranks.
+        An optimizer that is not torch's, or has none of the model's parameters, is left alone. Raises `RankError`, on
+        every rank, if the optimizer's settings differ between ranks.
         """
         if self.reason:
             return
@@ -190,17 +194,18 @@ class Attachment:
         if not self._is_idle:
             defer_steps(optimizer, self)
         if self._shards is not None:
-            self._carry_out(self._wanted)  # its parameters have messages of their own from now on
+            self._carry_out(self._wanted)  # from now on, the parameters of this optimizer have their own messages
 
     def begin(self) -> None:
-        """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
+        """Use the plan from the first pass on, unless DDP has to run the first passes."""
         if self._is_due() and not self._pass_reason():
             self._carry_out(self._wanted)
 
     def observe(self, steps: int, decide: Callable[[], None]) -> None:
-        """Let passes be DDP's, watch this many steps, and then call `decide()` on all ranks, after a backward pass.
+        """Let DDP run the passes, observe `steps` steps, and then call `decide()` on all ranks, after a backward pass.
 
-        `observer` has what was seen. If `decide` raises an error, passes stay DDP's, unless a rank has failed.
+        `observer` holds the observations. A `RankError` of `decide` is raised. After any other error, DDP goes on
+        running the passes.
         """
         self._first, self._to_observe, self._observation = 0, steps, (steps, decide)
         compiled = self._fingerprint.compiled() or self._forward.in_graphs
@@ -209,9 +214,9 @@ class Attachment:
             self._watch_ddp_anew()
 
     def adopt(self, plan: Plan) -> None:
-        """Switch to another plan, between two iterations, on all ranks together.
+        """Switch to another plan. Call this between two steps, on all ranks together.
 
-        Raises `PlanError` for a plan of another model, and `RankError` if the ranks have different plans.
+        Raises `PlanError` if the plan was made for another model, and `RankError` if the ranks have different plans.
         """
         self._let_rebuild()
         self._check(plan)
@@ -227,11 +232,11 @@ class Attachment:
         self._change_together()
 
     def compete(self, plans: Sequence[Plan]) -> None:
-        """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
+        """Let plans take turns from now on, and keep the fastest. Call this between two steps, on all ranks.
 
-        DDP's own plan is carried out by DDP. Of plans that are equally fast, the first stays. `observed` is True
-        meanwhile, and `tournament` then says what was measured. Nothing happens if passes are DDP's for good
-        (`reason`). Raises what `adopt` raises.
+        DDP itself runs DDP's own plan. Among plans that are equally fast, the first is kept. During the tournament
+        `observed` is True; afterwards `tournament` has the measurements. Nothing happens if all passes are left to DDP
+        (`reason`). Raises the same errors as `adopt`.
         """
         self._let_rebuild()
         for plan in plans:
@@ -243,19 +248,19 @@ class Attachment:
         self._tournament = Tournament(plans, self._gather_numbers, clock)
         self._plan = self._tournament.plan
         self._end_tournament()
-        if self.observer is None:  # else the end of a backward pass is near
+        if self.observer is None:  # otherwise the end of the running backward pass changes the plan
             self._change_together()
 
     def flush(self) -> None:
-        """Bring every parameter up to date now, instead of when it is read."""
+        """Bring every parameter up to date now, instead of when it is first read."""
         if self.reducer is not None:
             self.reducer.settle()
 
     def detach(self) -> None:
-        """End legato's part, on all ranks: from now on the model is DDP's alone.
+        """Detach legato, on all ranks: from now on the model is a plain `DistributedDataParallel`.
 
-        A backward pass of legato's that is still to come, on all of them, stays legato's. Raises `RankError` between a
-        backward pass with sharded gradients and `step()`.
+        If all ranks have run a forward pass whose backward pass is still to come, legato still runs that backward pass.
+        Raises `RankError` between a backward pass with sharded gradients and `step()`.
         """
         if self.is_detached:
             return
@@ -269,14 +274,14 @@ class Attachment:
             self._rest()
 
     def _end(self) -> None:
-        """Detach from the model now: its gradients belong to another DDP."""
+        """Detach from the model now, because its gradients belong to another DDP."""
         self.is_detached, self._kept = True, None
         self._carry_out(None)
         self._rest(at_once=True)
 
     @property
     def process_group(self) -> Any:
-        """The process group of the model's ranks."""
+        """Return the process group of the model's ranks."""
         return self._group
 
     @property
@@ -291,14 +296,17 @@ class Attachment:
         return Tracer(self._group, self._device)
 
     def set_tracer(self, tracer: Tracer | None) -> None:
-        """Record what happens in legato's passes from now on with this tracer; None ends recording."""
+        """Record legato's passes with this tracer from now on; None ends the recording."""
         self._tracer = tracer
         if self.reducer is not None:
             self.reducer.messages.tracer = tracer
 
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
-        """Measure the iterations inside: the list has one timeline for each of legato's when the context ends."""
+        """Measure the iterations inside the context.
+
+        The list is filled when the context ends, with one timeline for each iteration that legato ran.
+        """
         found: list[Timeline] = []
         self.flush()
         tracer = self._new_tracer()
@@ -313,29 +321,29 @@ class Attachment:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does, over the gradients of all parameters, sharded or not.
+        """Clip like `torch.nn.utils.clip_grad_norm_`, over the gradients of all parameters, sharded or not.
 
-        Call it on all ranks between the backward pass and `optimizer.step()`.
-        Returns the norm from before. Raises `RankError` if sharded gradients were not averaged since the last step.
+        Call it on all ranks between the backward pass and `optimizer.step()`. Returns the norm before clipping. Raises
+        `RankError` if sharded gradients were not averaged since the last step.
         """
         if self._shards is None:
             return nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
         return self._shards.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does, over the gradients of all parameters, sharded or not."""
+        """Clip like `torch.nn.utils.clip_grad_value_`, over the gradients of all parameters, sharded or not."""
         found = self.ddp.parameters() if self._shards is None else self._shards.averaged()
         nn.utils.clip_grad_value_(found, clip_value, foreach)
 
     def say(self, what: str) -> None:
-        """Print a line on rank 0, once."""
+        """Print a line on rank 0, unless it was printed before."""
         if self._group.rank() == 0 and what not in self._said:
             self._said.add(what)
             sys.stderr.write(f"legato: {one_line(what)}\n")
             sys.stderr.flush()
 
     def _check(self, plan: Plan) -> None:
-        """Raise `PlanError` for a plan that cannot be carried out, and `RankError` if ranks have different ones."""
+        """Raise `PlanError` if the runtime cannot run the plan, and `RankError` if the ranks have different plans."""
         agree(describe_model(plan, self._parameters), self._group)
         for i, message in enumerate(plan.messages):
             check_message(message, f"messages[{i}]", self._group.name())
@@ -344,7 +352,7 @@ class Attachment:
     # ---- whose passes ----------------------------------------------------------------
 
     def _model_reason(self) -> str:
-        """Return why no pass of this model can be legato's; empty if nothing prevents it."""
+        """Return why legato can run no pass of this model; empty if nothing prevents it."""
         if sparse := sparse_parameters(self.module):
             return f"the gradients of {next(iter(sparse))} are sparse"
         if any(map(steps_in_backward, self._parameters.values())):
@@ -354,8 +362,8 @@ class Attachment:
         return ""
 
     def _pass_reason(self) -> str:
-        """Return why the pass that begins cannot be legato's; empty if nothing prevents it."""
-        if is_joining(self.ddp):  # ranks run different numbers of passes, and cannot agree on later ones
+        """Return why legato cannot run the pass that begins; empty if nothing prevents it."""
+        if is_joining(self.ddp):  # ranks run different numbers of passes, so they cannot agree on later ones
             return "join() was used"
         if self.ddp.module is not self.module:
             return "it has another module"
@@ -364,9 +372,10 @@ class Attachment:
         return self._fingerprint.difference()
 
     def _former_attachments(self) -> list[Attachment]:
-        """Return what is already attached to the parameters.
+        """Return the attachments that the parameters already have.
 
-        Whether the program still has it must not depend on when each rank last collected garbage, where that matters.
+        Where the result matters, garbage is collected first. Without this, one rank might still find an attachment that
+        the program has dropped, and another rank might not.
         """
 
         def found() -> dict[int, Attachment]:
@@ -378,10 +387,10 @@ class Attachment:
         return list(found().values())
 
     def _choose(self) -> None:
-        """Decide whose the pass is that begins. What this follows from is known to all ranks: nothing is sent.
+        """Decide whether DDP or legato runs the pass that begins, from facts that all ranks know; nothing is sent.
 
-        Plans change where backward passes end, as one rank may run a forward pass alone; but to a sharded plan and back
-        they change here, as gradients cannot move.
+        Plans usually change at the end of a backward pass, because one rank may run a forward pass alone. A change to
+        or from a sharded plan happens here, because gradients cannot move.
         """
         if not self.reason and (reason := self._pass_reason()):
             self._leave_to_ddp(reason)
@@ -394,19 +403,19 @@ class Attachment:
 
     @property
     def _wanted(self) -> Plan | None:
-        """Return the plan that passes have to carry out; None if they have to be DDP's."""
+        """Return the plan that the next passes have to follow; None if DDP has to run them."""
         if self.reason or self._first or self.observer is not None or self._plan.carrier == "ddp":
             return None
         return self._plan
 
     def _is_due(self) -> bool:
-        """Return whether another plan than the wanted one is in use."""
+        """Return whether the plan in use differs from the wanted one."""
         return (None if self.reducer is None else self.reducer.plan) is not self._wanted
 
     def _pass_ended(self) -> None:
-        """After a backward pass that sends, on all ranks: where they tell each other what decides on later passes.
+        """Exchange the facts that decide on later passes. Called after each backward pass that sends, on all ranks.
 
-        One rank alone may run forward passes, as under DDP, but no such backward pass.
+        As under DDP, one rank alone may run forward passes, but not a backward pass that sends.
         """
         stepped, self._stepped = self._stepped or not self._optimizers, False
         if self._ddps is not None:
@@ -425,11 +434,14 @@ class Attachment:
             self._idle.rebuild()
         if self._kept is not None:
             self._kept.note()
-        if passes.done >= FIRST_PASSES:  # not in trainings of a few steps
+        if passes.done >= FIRST_PASSES:  # very short trainings need no watchdog
             _ = self._watchdog
 
     def _decide(self, stepped: bool) -> None:
-        """Decide what this pass was the last one for; `stepped` says whether an iteration ends with it."""
+        """End the current phase (first passes, observation, tournament) if this pass was its last one.
+
+        `stepped` says whether an iteration ends with this pass.
+        """
         if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
@@ -445,19 +457,19 @@ class Attachment:
             self.on_drift(change)
 
     def _a_pass_waits(self) -> bool:
-        """Return whether all ranks have run a forward pass whose backward pass is still to come; call it on all."""
+        """Return whether all ranks have run a forward pass that has had no backward pass yet. Call it on all ranks."""
         ours = self.reducer is not None and self.reducer.armed
         waits = ours or (self._ddps is not None and self._ddps.running)
         self._let_rebuild()
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks meet; where a pass runs, or has failed, it has done so."""
+        """Let DDP rebuild its buckets before the ranks meet. During one of DDP's passes, this has happened already."""
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
     def _change_together(self) -> None:
-        """Change to the plan now, between two iterations, or where the backward pass ends that is still to come."""
+        """Change to the wanted plan: now, between two steps, or at the end of a backward pass that is still to come."""
         if self.reason or self._first:
             return
         if self._shards is not None or self._plan.shard != "none":
@@ -474,7 +486,7 @@ class Attachment:
             decide()
         except RankError:
             raise
-        except Exception as error:  # of legato's own: training goes on without it
+        except Exception as error:  # an error in legato itself: training goes on without a plan
             self.say(f"no plan could be made: {type(error).__name__}: {error}")
         self.observer = None
         if self._tournament is None and self._plan.carrier == "ddp":
@@ -483,23 +495,23 @@ class Attachment:
             self._watch_ddp_anew()
 
     def _is_fit(self) -> bool:
-        """Return whether passes may be legato's: while it looked at the model, no rank saw a reason against it."""
+        """Return whether legato may run passes: no rank found a reason against it in the model or in DDP's passes."""
         assert self._ddps is not None
         if said := first_said(self._ddps.objection or self._model_reason(), self._group):
             self._leave_to_ddp(said.partition(": ")[2])
         return not said
 
     def _leave_to_ddp(self, reason: str) -> None:
-        """Let passes be DDP's for good."""
+        """Leave all passes to DDP from now on."""
         self._carry_out(None)
         for parameter in self._fingerprint.without_hooks():
-            drop_accumulator(parameter)  # a reducer that has come back has registered hooks, which DDP would not have
+            drop_accumulator(parameter)  # DDP's reducer registered new hooks when it came back
         self.reason, self.observer, self._tournament = reason, None, None
         self.say(f"DDP's own passes stay: {reason}")
         self._rest()
 
     def _rest(self, *, at_once: bool = False) -> None:
-        """Do nothing until there is another plan, as soon as DDP's reducer has all that it needs."""
+        """Stop working until there is another plan, as soon as DDP's reducer has rebuilt its buckets."""
         if self._idle.rebuilds and not (at_once or is_joining(self.ddp)):
             return
         self._idle.forward_begins()
@@ -519,7 +531,7 @@ class Attachment:
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether passes are DDP's until there is another plan."""
+        """Return whether DDP runs all passes until there is another plan."""
         return self.reducer is None and self._ddps is None
 
     def _watch_ddp_anew(self) -> None:
@@ -528,7 +540,11 @@ class Attachment:
         self._ddps = self._watch_ddp()
 
     def _watch_ddp(self) -> DdpPasses:
-        """Watch passes of DDP's: all parameters if these are the first passes, else the first and the last one."""
+        """Watch DDP's passes.
+
+        All parameters are watched in the first and in the observed passes; otherwise, only the first and the last
+        parameter are.
+        """
         names = list(self._parameters)
         watched = names if self._first or self.observer is not None else names[:1] + names[-1:]
         return DdpPasses(
@@ -544,7 +560,7 @@ class Attachment:
             self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
 
     def _carry_out(self, plan: Plan | None) -> None:
-        """Let passes be legato's under a plan, or DDP's."""
+        """Let legato run the passes under a plan, or DDP if the plan is None."""
         if self._shards is not None:
             self._shards.check_used()
         self.flush()
@@ -560,7 +576,7 @@ class Attachment:
             self._ddps = self._watch_ddp()
         else:
             if not self._idle.is_away:
-                self._idle.put_away()  # first: its buckets take as much memory as the reducer's
+                self._idle.put_away()  # before the new reducer allocates: DDP's buckets take as much memory
             if self._methods_back is None:
                 gate.methods.begin()
                 self._methods_back = weakref.finalize(self, gate.methods.end)
@@ -572,7 +588,7 @@ class Attachment:
         self._drift = DriftMonitor(self._gather_numbers, self._new_tracer)
 
     def _make_reducer(self, plan: Plan, before: Reducer | None) -> Reducer:
-        with _no_garbage_collection():  # thousands of small objects that all stay
+        with _no_garbage_collection():  # this makes thousands of small objects that all stay
             reducer = Reducer(
                 plan,
                 self._parameters,
@@ -590,7 +606,7 @@ class Attachment:
         return reducer
 
     def _moving(self, slots: Callable[[], Sequence[Slot]] | None = None) -> AbstractContextManager[None]:
-        """Where buckets are made: gradients that lie in them, and that the program keeps, move along."""
+        """Return a context in which buckets may be made: it moves the gradients that the program holds along."""
         return nullcontext() if self._kept is None else self._kept.moving(slots)
 
     @cached_property
@@ -603,14 +619,14 @@ class Attachment:
         return Watchdog(self._group, recorder, _status(weakref.ref(self)), f"{self._group.group_name}/{self._number}")
 
     def _ddp_is_asked(self, name: str) -> None:
-        """DDP's reducer was put away, and comes back because something asks for its attribute `name`."""
+        """Prepare for the return of DDP's reducer, which was put away: something has asked for its attribute `name`."""
         if self._shards is not None and name == JOIN_BEGINS:
             raise InputError("join() under a sharded plan: a rank without batches would still have to update its shard")
         if self.reducer is not None and not self.reducer.in_backward:
             self.reducer.settle()
 
     def _prepare_backward(self) -> None:
-        """A framework says that the next backward pass is to send."""
+        """Note that a framework has announced a backward pass that sends."""
         if self.reducer is not None:
             self.reducer.armed = True
 
@@ -618,7 +634,7 @@ class Attachment:
 
     @not_compiled
     def _forward_begins(self, compiled: str, _: Any) -> None:
-        """Before a forward pass; `compiled` says whether dynamo compiles it."""
+        """Prepare a forward pass; `compiled` says whether dynamo compiles it."""
         if self._forward.running:
             self._nested += 1
             return
@@ -628,7 +644,7 @@ class Attachment:
         waiting = self._ddps.running if self._ddps is not None else self.reducer is not None and self.reducer.armed
         # In evaluation mode, one rank may run a pass alone.
         sends = training and self.ddp.require_backward_grad_sync and self.module.training
-        dropped = self._stepped or not self._optimizers  # what waits: one rank has run a forward pass alone
+        dropped = self._stepped or not self._optimizers  # one rank ran the waiting pass alone
         if sends and not (waiting and self._trained and not dropped):
             self._choose()
         self._trained = self.module.training
@@ -645,7 +661,10 @@ class Attachment:
             self._forward.begin(self.reducer, compiled)
 
     def _puts_ddp_away(self) -> bool:
-        """Put DDP's own reducer away, unless it has got a communication hook since something asked for it."""
+        """Put DDP's own reducer away, and return True, unless the reducer has a new communication hook.
+
+        A program can register a hook only after it has asked for the reducer, which has brought the reducer back.
+        """
         if self._idle.is_away:
             return True
         if has_builtin_hook(self.ddp):
@@ -656,7 +675,7 @@ class Attachment:
 
     @not_compiled
     def _forward_ended(self, _: str, output: Any) -> None:
-        """After a forward pass that has returned."""
+        """Note that a forward pass has returned."""
         if self._ddps is not None:
             self._ddps.forward_ended(output, torch.is_grad_enabled() and self.ddp.require_backward_grad_sync)
         if self._forward.running and not self._nested:
@@ -664,7 +683,7 @@ class Attachment:
 
     @not_compiled
     def _forward_failed(self, *_: Any) -> None:
-        """After any forward pass: end what has not ended, because it has raised an exception."""
+        """Clean up after any forward pass: a pass that is still open here has raised an exception."""
         if self._ddps is not None:
             self._ddps.forward_failed()
         if self._nested:
@@ -675,21 +694,21 @@ class Attachment:
     # ---- steps -------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """An optimizer's `step()` was called."""
+        """Note that an optimizer's `step()` was called."""
         self._stepped = True
 
     def updates_begin(self) -> None:
-        """Note that the optimizer begins to work."""
+        """Note that the optimizer begins its updates."""
         if self.observer is not None:
             self.observer.updates_begin()
 
     def step_ended(self) -> None:
-        """Note that the optimizer's step returns."""
+        """Note that the optimizer's `step()` returns."""
         if self.observer is not None:
             self.observer.updates_end()
 
     def _end_tournament(self) -> None:
-        """Say after each round what was measured, and stay with the plan of a tournament that is over."""
+        """Print the measurements after each round, and keep the best plan once the tournament is over."""
         if self._tournament is None or (self._tournament.goes_on and self._tournament.rounds == self._told_rounds):
             return
         measured = self._tournament.measured
@@ -716,9 +735,9 @@ class Attachment:
         self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
 
 
-#: By process group: how often legato was attached to a model of it.
+#: The number of times that legato was attached to a model, by the name of the process group.
 _attached: dict[str, int] = {}
-#: legato on the model that has a parameter.
+#: The attachment of the model that owns a parameter, by parameter.
 _attachments: Any = WeakIdKeyDictionary()
 
 
@@ -734,13 +753,13 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
-    """Return the sender of the parameter's gradients, as compiled graphs see it; None in DDP's passes."""
+    """Return the object through which compiled graphs send the parameter's gradient; None while DDP runs the passes."""
     reducer: Reducer | None = getattr(_attachments.get(parameter, lambda: None)(), "reducer", None)
     return None if reducer is None else GraphSender(reducer)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A method that keeps its object from being garbage no longer: autograd's nodes hold their hooks for good."""
+    """Return a function that calls the method, if its object still exists: autograd's nodes hold hooks for good."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -759,7 +778,7 @@ def _status(attachment: weakref.ref[Attachment]) -> Callable[[], str]:
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers of frameworks."""
+    """Return the optimizer inside the wrappers of frameworks."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

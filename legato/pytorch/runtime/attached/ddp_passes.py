@@ -1,4 +1,4 @@
-"""Watches passes of DDP's, where legato's may follow: when they end, and what in them legato could not do."""
+"""Watches DDP's passes before legato takes over: notes when they end, and looks for anything that legato cannot do."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["DdpPasses"]
 
 
 class DdpPasses:
-    """Counts the backward passes in which DDP sends.
+    """A counter of the backward passes in which DDP sends gradients.
 
-    The gradients of `parameters` are watched; a few are enough to see where a backward pass ends. `accumulates()` says
-    of the one that runs whether it adds to any gradient, as `torch.autograd.grad` does not: DDP sends only then.
-    `ended()` is called after each backward pass that sends, when DDP has finished it, and `unseen()` after passes of
-    which no forward pass was seen.
+    It watches the gradients of `parameters`; a few parameters are enough to see where a backward pass ends.
+    `accumulates()` returns whether the running backward pass adds to any gradient. (A pass of `torch.autograd.grad`
+    adds to no gradient, so DDP sends nothing in it.) `ended()` is called after each backward pass that sends, when DDP
+    has finished it. `unseen()` is called after a backward pass whose forward pass was not seen.
     """
 
     def __init__(
@@ -38,28 +38,28 @@ class DdpPasses:
         self._arrived: set[str] = set()
         self._accumulators = [Accumulator(p, self._before, partial(self._after, n, p)) for n, p in parameters.items()]
         self._scope = BackwardScope(accumulates, self._backward_ended)
-        #: Backward passes that have ended.
+        #: The number of backward passes that have ended.
         self.done = 0
         #: Whether DDP still has to send the gradients of a forward pass.
         self.running = False
-        #: Why legato cannot send this model's gradients; empty if nothing was seen.
+        #: Why legato cannot send this model's gradients; empty if no reason was found.
         self.objection = ""
 
     def forward_begins(self, sends: bool) -> None:
-        """A forward pass begins; does DDP send in its backward pass?"""
+        """Note that a forward pass begins; `sends` says whether DDP sends gradients in its backward pass."""
         self._in_forward = True
         if self._observer is not None and sends:
             self._observer.forward_begins()
 
     def forward_ended(self, output: Any, sends: bool) -> None:
-        """A forward pass has ended; does DDP send in the backward pass that comes next?"""
+        """Note that a forward pass has returned; `sends` says whether DDP sends gradients in its backward pass."""
         self.forward_failed()
         if sends:
             self.running = True
             self._scope.expect(output)
 
     def forward_failed(self) -> None:
-        """A forward pass has raised an exception."""
+        """Note that a forward pass has raised an exception."""
         self._in_forward = False
         if self._observer is not None:
             self._observer.forward_ended()
@@ -90,6 +90,6 @@ class DdpPasses:
         if self.running:
             self.running = False
             self.done += 1
-            on_backward_end(self._ended)  # after what DDP does there
+            on_backward_end(self._ended)  # after DDP's own work at this point
         else:
             self._unseen()

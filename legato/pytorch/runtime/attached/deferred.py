@@ -1,15 +1,14 @@
-"""Deferred steps: the user's own optimizer updates each parameter when it is read (docs/runtime.md).
+"""Defers optimizer steps: the user's own optimizer updates each parameter when it is read (docs/runtime.md).
 
-`optimizer.step()` records the hyper-parameters of its groups and returns. The optimizer's own
-`step` updates the parameters later, on a stand-in object that shares the state and holds only the
-parameters that are to be updated now. Where that could compute something else, the step updates
-all parameters at once, when all gradients have arrived.
+`optimizer.step()` records the hyper-parameters of its groups and returns. The optimizer's own `step` updates the
+parameters later, on a stand-in object that shares the state and holds only the parameters that are to be updated now.
+Where this could give another result, the step updates all parameters at once, when all gradients have arrived.
 
-[Note: the user's optimizer] `step` of an optimizer becomes a method of its own, once and for good: whoever
-has bound, wrapped or copied it calls this one, which does what the present passes ask for, and without an
-attachment what the optimizer did before. A step that does not come through it reads gradients through the gates of
-parameters, and is right without waiting less. While updates wait, another table stands in the place of `state`: who
-asks it for anything brings everything up to date. The optimizer's class is another one only while states are sharded.
+[Note: the user's optimizer] legato sets `step` on the optimizer instance, once and for good, so that schedulers and
+wrappers that hold this method keep working. The method defers updates in legato's passes, and otherwise steps as
+before. A step that bypasses this method is also correct, because it reads gradients through the parameters' gates, but
+then no update waits. While updates wait, another table replaces `state`, and any access to this table brings everything
+up to date first. The optimizer's class changes only while states are sharded.
 """
 
 from __future__ import annotations
@@ -46,28 +45,29 @@ from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_cla
 
 __all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]
 
-#: Never split: LBFGS mixes parameters and calls its closure several times; sparse gradients are not sent.
+#: Optimizers that are never split. LBFGS mixes parameters and calls its closure several times; sparse gradients are not
+#: sent.
 _WHOLE = ("LBFGS", "SparseAdam")
 
 
 class Attached(Protocol):
-    """legato on a model, as an optimizer sees it."""
+    """An attachment of legato to a model, as an optimizer sees it."""
 
-    #: What carries a plan out; None where passes are DDP's.
+    #: The reducer that sends a plan's messages; None while DDP runs the passes.
     reducer: Reducer | None
 
     def step_begins(self) -> None:
-        """`step()` was called."""
+        """Note that `step()` was called."""
 
     def updates_begin(self) -> None:
-        """The optimizer's own part of the step begins: after the closure, if it has one."""
+        """Note that the optimizer's own part of the step begins: after the closure, if there is one."""
 
     def step_ended(self) -> None:
-        """`step()` returns."""
+        """Note that `step()` returns."""
 
 
 def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
-    """Let the optimizer's `step()` return at once and update each parameter when it is read, in legato's passes."""
+    """Let `optimizer.step()` return at once in legato's passes, and update each parameter when it is read."""
     mine = vars(optimizer)
     if "_legato_attachments" not in mine:
         before = mine.get("step")
@@ -80,7 +80,7 @@ def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
 
 
 def restore_steps(optimizer: Any, attachment: Attached) -> None:
-    """Defer the optimizer's steps for this model no longer."""
+    """Stop deferring the optimizer's steps for this model."""
     attached = vars(optimizer).get("_legato_attachments", [])
     if attachment in attached:
         _settle(optimizer)
@@ -89,7 +89,7 @@ def restore_steps(optimizer: Any, attachment: Attached) -> None:
 
 
 def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
-    """The new `step` of an optimizer; `before` is what its object had in place of its class's, or None."""
+    """Return the new `step` of an optimizer. `before` is a `step` that was set on the instance before, or None."""
 
     @wraps(base.step)
     @not_compiled(recursive=False)
@@ -98,7 +98,7 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
         try:
             if call.defers():
                 return call.loss
-            return call.plain(*call.args, **call.kwargs)  # compiled, if the user has compiled it
+            return call.plain(*call.args, **call.kwargs)  # this is compiled if the user has compiled it
         finally:
             call.ends()
 
@@ -108,7 +108,7 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
 
 
 class _Step:
-    """One call of an optimizer's `step()`; `compiled` says whether dynamo compiles what it calls."""
+    """One call of an optimizer's `step()`; `compiled` says whether dynamo compiles the functions that it calls."""
 
     def __init__(
         self, optimizer: Optimizer, before: Any, compiled: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,7 +131,7 @@ class _Step:
 
     @not_compiled
     def defers(self) -> bool:
-        """Begin the step; return whether nothing is left to do now."""
+        """Begin the step; return False if the optimizer's own step must still run now."""
         optimizer, base, closure = self._optimizer, self._base, self._closure
         if any(reducer.in_backward for reducer in reducers_of(optimizer)):
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
@@ -173,13 +173,13 @@ class _Step:
 
     @not_compiled
     def ends(self) -> None:
-        """Tell the models that the step has ended."""
+        """Tell the attachments that the step has ended."""
         for attachment in self._attached:
             attachment.step_ended()
 
 
 def _own_load(before: Any) -> Callable[..., None]:
-    """The new `load_state_dict` of an optimizer, which may load the state of a step that still waits."""
+    """Return the new `load_state_dict` of an optimizer, which first applies all updates that wait."""
 
     @wraps(Optimizer.load_state_dict)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def _own_load(before: Any) -> Callable[..., None]:
 
 
 class _WaitingState(defaultdict[Any, Any]):
-    """In place of an optimizer's state while updates wait: the same table, which brings itself up to date first."""
+    """A stand-in for an optimizer's state while updates wait: any use of it applies them first."""
 
     def __init__(self, optimizer: Optimizer, state: Any) -> None:
         super().__init__(dict)
@@ -226,12 +226,12 @@ class _Sharded:
         vars(self)["state"] = value
 
     def state_dict(self) -> Any:
-        """The state of whole parameters; all ranks have to call this."""
+        """Return the state of whole parameters. All ranks must call this."""
         optimizer = _settle(self)
         return self._legato_base.state_dict(self._with_state(whole_state(optimizer, shards_of(self))))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take the state of whole parameters, of which a rank keeps its shards."""
+        """Load the state of whole parameters; this rank keeps only its shards."""
         optimizer = _settle(self)
         whole = self._with_state({})
         self._legato_base.load_state_dict(whole, state_dict)
@@ -239,13 +239,13 @@ class _Sharded:
         take_state(optimizer, whole.state, shards_of(self))
 
     def _with_state(self, state: Any) -> Optimizer:
-        """A stand-in of the user's own class, with another state."""
+        """Return a stand-in of the user's own class, with another state."""
         stand_in = object.__new__(self._legato_base)
         vars(stand_in).update(vars(self), state=defaultdict(dict, state))
         return stand_in
 
     def add_param_group(self, param_group: Any) -> None:
-        """Add a group, as the user's own class does."""
+        """Add a parameter group, as the user's own class does."""
         self._legato_base.add_param_group(_settle(self), param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -266,7 +266,7 @@ def _settle(optimizer: Any) -> Any:
 
 
 def _show(optimizer: Any, waits: bool = False) -> None:
-    """Let the optimizer hide what is to be hidden: states that are sharded, or that updates have still to change."""
+    """Set the optimizer's class and state so that they hide what is sharded, or what waiting updates will change."""
     base, mine = users_class(optimizer), vars(optimizer)
     object.__setattr__(optimizer, "__class__", base if shards_of(optimizer) is None else _overlay(cast(Any, base)))
     if type(mine["state"]) is _WaitingState:
@@ -276,17 +276,18 @@ def _show(optimizer: Any, waits: bool = False) -> None:
 
 
 def is_known(optimizer: Any) -> bool:
-    """Return whether the optimizer is one of torch's, or its class says that it treats parameters or elements alone."""
+    """Return whether the optimizer is torch's, or its class says that it updates parameters or elements separately."""
     base = users_class(optimizer)
     alone = (getattr(base, name, False) for name in ("steps_parameters_alone", "steps_elements_alone"))
     return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
 
 
 def _depends_on_others(optimizer: Optimizer, base: type[Optimizer]) -> bool:
-    """Return whether the update of a parameter depends on what others there are.
+    """Return whether the update of a parameter depends on the optimizer's other parameters.
 
-    Adafactor takes its epsilon from the dtype of a group's first one, and torch's default is one kernel for many only
-    if all of a group have a plain class and a device that has such kernels.
+    Adafactor takes its epsilon from the dtype of the first parameter of a group. With torch's default (`foreach=None`),
+    one kernel updates many parameters only if all parameters of a group have a plain class and a device that has such
+    kernels.
     """
     with without_overrides():
         for group in optimizer.param_groups:
@@ -308,7 +309,7 @@ def _postpone(delivery: Delivery, parameters: Iterable[torch.Tensor], states: An
     """Postpone the updates that may wait, and return the ids of their parameters."""
     slots = [slot for p in parameters if (slot := delivery.by_parameter.get(id(p))) is not None]
     if any(slot.stage == PENDING for slot in slots):
-        delivery.settle()  # a second step() before the first one's result was read
+        delivery.settle()  # this is a second step() before the result of the first was read
     with gate.invisible():
         later = [slot for slot in slots if delivery.may_wait(slot)]
     later = [slot for slot in later if not state_is_held(states, slot.parameter)]
@@ -318,7 +319,7 @@ def _postpone(delivery: Delivery, parameters: Iterable[torch.Tensor], states: An
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
-    _show(optimizer)  # the step before may still wait
+    _show(optimizer)  # updates of the previous step may still wait
     update = Update(optimizer, base, partial(_show, optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     waiting: set[int] = set()

@@ -1,9 +1,8 @@
 """Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
-docs/runtime.md says when, and what counts. A message waits for the last rank that launches it, so it
-is on the wire longest on a rank that is early: the pace of the network itself is the pace of the rank
-that measured the least. A change that two windows in a row show becomes the reference, so that it is
-reported once.
+docs/runtime.md says when they compare, and what counts as a change. A message is complete only after the last rank has
+launched it, so it seems slow to ranks that launch it early. The shortest time that any rank measured therefore counts
+as the network's time. A change that two consecutive windows show becomes the new reference, so it is reported once.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from legato.pytorch.runtime.sending.tracing import Tracer
 
 __all__ = ["DriftMonitor"]
 
-#: Number of backward passes from one sample to the next, and from one comparison to the next.
+#: Number of backward passes from one sample to the next (`SAMPLE`), and from one comparison to the next (`WINDOW`).
 SAMPLE = 50
 WINDOW = 200
 _TRACED = 2  # traced passes in a sample
-#: A pace that differs by more than this factor, either way, is a change.
+#: A change is a pace that is higher or lower by more than this factor.
 TOLERANCE = 1.25
 
-#: Of one rank, in seconds per pass: computation, and messages on the wire.
+#: The pace of one rank: seconds of computation, and seconds with messages on the wire, per pass.
 Pace = tuple[float, ...]
 
 
 class DriftMonitor:
-    """Compares the pace of training with that at the beginning of a plan.
+    """Compares the pace of training with the pace in the first passes under a plan.
 
-    `gather(pace)` exchanges paces among the ranks, and returns all of them in the order of the ranks.
-    `new_tracer()` makes what measures them.
+    `gather(pace)` exchanges paces among the ranks, and returns all paces in the order of the ranks. `new_tracer()`
+    makes the tracer that measures a pace.
     """
 
     def __init__(self, gather: Callable[[Pace], Sequence[Pace]], new_tracer: Callable[[], Tracer] = Tracer) -> None:
@@ -43,9 +42,9 @@ class DriftMonitor:
         self._suspected = False
 
     def pass_ended(self, messages: Messages) -> str:
-        """Call this after each backward pass that sends.
+        """Measure and compare; call this after each backward pass that sends.
 
-        Returns a description of what has changed its pace, or an empty string.
+        Returns a description of what has become slower or faster, or an empty string.
         """
         self._sample(messages)
         if messages.passes < self._next:
@@ -58,19 +57,19 @@ class DriftMonitor:
     def _sample(self, messages: Messages) -> None:
         into = messages.passes % SAMPLE
         if self._tracer is None:
-            if into == SAMPLE - _TRACED and messages.tracer is None:  # else the user traces
+            if into == SAMPLE - _TRACED and messages.tracer is None:  # otherwise, the user is tracing
                 messages.tracer = self._tracer = self._new_tracer()
         elif into < SAMPLE - _TRACED and messages.tracer is self._tracer:
             self._tracer.switch(None)
             messages.tracer = None
-        elif 0 < into < SAMPLE - _TRACED:  # its last messages have arrived by now
+        elif 0 < into < SAMPLE - _TRACED:  # by now, the last traced messages have arrived
             computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
             self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))
             self._tracer = None
 
     def _judge(self, now: Sequence[Pace]) -> str:
         if not all(computing for computing, _ in now):
-            return ""  # the user has traced a whole window on some rank
+            return ""  # the user traced during a whole window on some rank
         found = list(_changes(self._reference, now)) if self._reference else []
         if found and not self._suspected:
             self._suspected = True
@@ -82,7 +81,7 @@ class DriftMonitor:
 
 
 def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
-    """Descriptions of changes: of the rank that changed most, and of the network."""
+    """Yield a description of each change: of the rank that changed most, and of the network."""
     factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
     rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
     if _differs(factors[rank]):

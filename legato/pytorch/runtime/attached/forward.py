@@ -1,4 +1,4 @@
-"""legato's forward passes: DDP's own, of which DDP sends nothing, and in which readers are watched."""
+"""legato's forward passes: DDP's own forward pass runs, but DDP sends nothing, and legato watches readers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ __all__ = ["ForwardPasses", "Hook"]
 
 
 class ForwardPasses:
-    """Lets forward passes of a DDP be legato's.
+    """Runs those forward passes of a DDP that are legato's.
 
-    `fingerprint` is its module's, and `sender_of(parameter)` says who sends a parameter's gradients. Parameters
-    whose names are or match one of `current` never wait. With `strict`, all readers are watched.
+    `fingerprint` is the fingerprint of the DDP's module. `sender_of(parameter)` returns the object that sends a
+    parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`, all
+    readers are watched.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class ForwardPasses:
         )
         self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
         self._scope = ExitStack()
-        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are known to contain the model
-        self._reducer: Reducer | None = None  # of the pass that runs
-        #: Whether the last pass was compiled, or parts of it.
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are known to contain the DDP
+        self._reducer: Reducer | None = None  # the reducer of the running pass
+        #: Whether the last pass was compiled, at least in part.
         self.in_graphs = False
         self._compiler = GraphCompiler(
             sender_of, partial(is_whole_frame, function=compiled_module(self._module).forward)
@@ -65,15 +66,15 @@ class ForwardPasses:
 
     @property
     def running(self) -> bool:
-        """Return whether a forward pass of legato's runs."""
+        """Return whether one of legato's forward passes is running."""
         return self._reducer is not None
 
     def compile_graphs(self) -> None:
-        """Compile graphs for these passes too, from now on."""
+        """From now on, compile graphs for legato's passes too."""
         self.leave_graphs = compiles_two_ways(self._ddp, self._compiler, lambda: self.running)
 
     def begin(self, reducer: Reducer, compiled: str) -> None:
-        """Let the forward pass that begins be legato's; `compiled` says whether dynamo compiles it."""
+        """Let legato run the forward pass that begins; `compiled` says whether dynamo compiles it."""
         self.in_graphs = bool(compiled) or self._fingerprint.compiled()
         if self.in_graphs:  # compiled code reads parameters without their gates
             if self._may_be_one_graph(compiled):
@@ -89,7 +90,7 @@ class ForwardPasses:
         self._silent.begin()
 
     def end(self, output: Any) -> None:
-        """After the pass, which has returned."""
+        """Clean up after a pass that has returned."""
         assert self._reducer is not None
         reducer, self._reducer = self._reducer, None
         sends = self._silent.end()
@@ -110,7 +111,7 @@ class ForwardPasses:
             reducer.messages.tracer.end_forward(output)
 
     def fail(self) -> None:
-        """After the pass, which has raised an exception."""
+        """Clean up after a pass that has raised an exception."""
         assert self._reducer is not None
         reducer, self._reducer = self._reducer, None
         self._silent.end()
@@ -118,7 +119,7 @@ class ForwardPasses:
 
     @not_compiled
     def _module_begins(self) -> None:
-        """Before the module's own part of the pass."""
+        """Start watching, before the module's own part of the pass."""
         assert self._reducer is not None
         if self.in_graphs:
             self._scope.enter_context(on_compilation(self._reducer.settle))
@@ -127,14 +128,14 @@ class ForwardPasses:
 
     @not_compiled
     def _module_ends(self, completed: bool) -> None:
-        """After the module's own part, which has returned or raised an exception."""
+        """Stop watching, after the module's own part of the pass has returned or raised an exception."""
         if completed:
             self._scope.close()
         else:
             self._scope.__exit__(*sys.exc_info())
 
     def _may_be_one_graph(self, compiled: str) -> bool:
-        """Return whether nothing but compiled code runs in the forward pass, if it has no graph breaks."""
+        """Return whether only compiled code would run in the forward pass, unless it has graph breaks."""
         inner = compiled_module(self._module)
         if compiled == "caller" or not (compiled or is_compiled(self._module)):
             return False
@@ -142,7 +143,7 @@ class ForwardPasses:
         return not hooked and hasattr(inner.forward, "__code__") and not is_left_to_eager_mode(inner.forward)
 
     def _is_own(self, module: nn.Module) -> bool:
-        """Return whether a module's forward pass is the model's: it is the model, or contains it."""
+        """Return whether a call of this module is the model's forward pass: the module is the DDP, or contains it."""
         if module is self._ddp or module in self._wrappers:
             return True
         if any(inner is self._ddp for inner in module.modules()):
@@ -152,9 +153,9 @@ class ForwardPasses:
 
 
 class Hook:
-    """A forward hook of legato's, of which copies and pickles of a model have only `no_hook`.
+    """A forward hook of legato's. Copies and pickles of a model have `no_hook` in its place.
 
-    It calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
+    The hook calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
     """
 
     def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Between the pieces of compiled graphs and a reducer: what they send, and wait on (`legato.pytorch.compiled`)."""
+"""Connects compiled graphs to a reducer: what their pieces send, and what they wait for (`legato.pytorch.compiled`)."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from legato.pytorch.runtime.waiting.buckets import AWAITED, EARLY, IDLE, PENDING
 
 __all__ = ["GraphSender"]
 
-#: In how many passes a gradient must have arrived unchanged to be sent before it arrives.
+#: The number of passes in which a gradient must have arrived unchanged before it is sent early.
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class GraphSender:
-    """A reducer, as compiled graphs see it."""
+    """A reducer's interface for compiled graphs."""
 
     reducer: Reducer
 
     @property
     def node_order(self) -> tuple[str, ...]:
-        """The order in which the plan runs the nodes of compiled graphs."""
+        """Return the order in which the plan runs the nodes of compiled graphs."""
         return self.reducer.plan.node_order
 
     # ---- backward graphs ----------------------------------------------------------
 
     def messages_of(self, parameter: nn.Parameter) -> list[int]:
-        """The places, in the plan's order, of the messages that carry the parameter's gradient."""
+        """Return the positions, in the plan, of the messages that carry the parameter's gradient."""
         slot = self._slot(parameter)
         return [] if slot is None else [bucket.index for bucket in slot.buckets if bucket.index in slot.parts]
 
     def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Send a gradient that a compiled graph has just computed, before autograd adds it to `.grad`.
 
-        It is sent only if it will be added as it is: no hook may change it,
-        nothing else may be added to it, and in the passes before this was so.
+        A gradient is sent early only if autograd will add it unchanged: no hook may change it, nothing else may be
+        added to it, and it must have arrived unchanged in the previous passes.
         """
         slot, reducer = self._slot(parameter), self.reducer
         if slot is None or slot.kept < 0 or not reducer.armed:
@@ -50,7 +50,7 @@ class GraphSender:
         if not reducer.in_backward:
             reducer.begin_backward()
         if slot.gradient != AWAITED:
-            return  # a second gradient: refused where it arrives
+            return  # a second gradient in this pass: an error is raised when it arrives
         with gate.invisible():
             before = parameter.grad
             slot.taken = grad if before is None else before + grad
@@ -58,7 +58,7 @@ class GraphSender:
         reducer.mark_ready(slot)
 
     def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
-        """Return whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
+        """Return whether autograd will add this very gradient to the parameter's, as far as this is known now."""
         parameter, reducer = slot.parameter, self.reducer
         return (
             (slot.stage == IDLE or not reducer.in_backward)
@@ -68,7 +68,7 @@ class GraphSender:
         )
 
     def learn_from(self, before: Reducer) -> None:
-        """Take over what the reducer of another plan has learnt about the gradients of compiled graphs."""
+        """Take over what the reducer of a previous plan has learned about the gradients of compiled graphs."""
         known = before.delivery.by_parameter
         for key, slot in self.reducer.delivery.by_parameter.items():
             if key in known:
@@ -77,7 +77,7 @@ class GraphSender:
     # ---- forward graphs -----------------------------------------------------------
 
     def late_message_of(self, parameter: nn.Parameter) -> int:
-        """The place, in the plan, of the message for which the parameter may wait in a compiled forward pass; or -1."""
+        """Return the position of the message for which the parameter may wait in a compiled forward pass, or -1."""
         slot = self._slot(parameter)
         if slot is None or not self.reducer.delivery.overlaps or not self.reducer.readers.may_wait(parameter):
             return -1
@@ -95,19 +95,19 @@ class GraphSender:
         self.reducer.settle()
 
     def hide_gates(self) -> None:
-        """Before a forward pass that is one compiled graph: let parameters look as if none waited."""
+        """Hide the gates of waiting parameters before a forward pass that is one compiled graph."""
         for slot in self.waiting():
             gate.hide(slot)
 
     def show_gates(self) -> str:
-        """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
+        """Show the gates that are still needed after such a pass; return the name of one gated parameter, or ""."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
             self.reducer.delivery.install_gate(slot)
         return hidden[0].name if hidden else ""
 
     def waiting(self) -> list[Slot]:
-        """The parameters whose updates wait."""
+        """Return the parameters whose updates wait."""
         return [slot for slot in self.reducer.delivery.pending if slot.stage == PENDING]
 
     def _slot(self, parameter: nn.Parameter) -> Slot | None:

@@ -1,8 +1,9 @@
 """Gradients that a program keeps: with `gradient_as_bucket_view`, they move along when buckets change.
 
-DDP's `.grad` is then one tensor in its bucket, the same in all passes, and a program may list the gradients
-once and read, clip or send them through its list from then on, whatever `zero_grad` does to `.grad`. When DDP's buckets
-give way to a plan's, or come back, tensors that were a parameter's `.grad` before get the memory that it has now.
+With this option, DDP's `.grad` is one tensor in its bucket, the same in all passes. A program may list the gradients
+once, and from then on read, clip or send them through its list, whatever `zero_grad` does to `.grad`. When a plan's
+buckets replace DDP's buckets, or DDP's buckets come back, tensors that used to be a parameter's `.grad` get the memory
+of its present `.grad`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class KeptGradients:
 
     @contextmanager
     def moving(self, slots: Callable[[], Iterable[Slot]] | None = None) -> Iterator[None]:
-        """Let known gradients move to the buckets that are made inside, with their values.
+        """Move known gradients, with their values, to the buckets that are made inside this context.
 
-        `slots()` have the place of each gradient in them; without it, they are DDP's, which moves each `.grad` itself.
+        `slots()` returns the place of each gradient in the new buckets. Without `slots`, the buckets are DDP's, and DDP
+        moves each `.grad` itself.
         """
         absent = {}
         with gate.invisible():
@@ -62,18 +64,18 @@ class KeptGradients:
                     parameter.grad = None
 
     def _note(self, name: str, grad: Tensor | None) -> None:
-        if grad is not None:  # DDP itself leaves tensors here when it first rebuilds its buckets
+        if grad is not None:  # when DDP first rebuilds its buckets, it leaves such tensors itself
             kept = [t for t in self._kept(name) if t is not grad and t.data_ptr() == grad.data_ptr()]
             self._known[name] = [TensorWeakRef(tensor) for tensor in (*kept, grad)]
 
     def _kept(self, name: str) -> list[Tensor]:
-        """Return the gradients that still exist and look like the parameter, the latest last."""
+        """Return the gradients that still exist and have the parameter's shape, dtype and device, the latest last."""
         like = self._parameters[name]
         found = [tensor for reference in self._known[name] if (tensor := reference()) is not None]
         return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
 
     def _settle_in(self, slot: Slot) -> None:
-        """Keep each `.grad` the same tensor, moved to the memory that a plan's bucket has for it."""
+        """Move `.grad` to its memory in a plan's bucket, but keep the same tensor object."""
         grad, place = slot.parameter.grad, slot.whole
         if grad is None or place is None or grad.layout != place.layout:
             return
@@ -95,7 +97,7 @@ _of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
 
 
 def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
-    """Return the kept gradients of a model whose `parameters` are trained now, whatever was attached to it before."""
+    """Return the kept gradients of a model, of which `parameters` are trained now; they outlive attachments."""
     found = _of_models.setdefault(ddp, KeptGradients())
     found.train(parameters)
     return found

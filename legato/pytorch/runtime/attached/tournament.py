@@ -1,8 +1,8 @@
-"""A tournament of plans: they take turns in training, and the one that is measured fastest stays.
+"""A tournament of plans: they take turns in training, and the plan that is measured fastest is kept.
 
-docs/runtime.md has the rules. All ranks exchange their medians after each round, so all of them
-draw the same conclusions from the same numbers. Plans are compared round by round, so what slows
-the machine down for a while slows all of them.
+docs/runtime.md has the rules. All ranks exchange their medians after each turn, so all of them draw the same
+conclusions from the same numbers. Plans are compared round by round, so a temporary slowdown of the machine affects all
+plans.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from legato.pytorch.device import DeviceClock, HostClock
 
 __all__ = ["Measured", "Tournament", "most_steps"]
 
-#: Number of rounds.
+#: The least and the greatest number of rounds.
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 8
-#: Timed steps of a turn: as many as take `TURN_S` seconds, within these limits.
+#: The number of timed steps in a turn: enough for `TURN_S` seconds, within these limits.
 FEWEST_STEPS, MOST_STEPS = 4, 28
 TURN_S = 0.2
-#: Steps of a turn that are not timed: of its plan's first one, in which legato looks at readers, and of others.
+#: The number of untimed steps at the start of a turn: in a plan's first turn, in which legato looks at readers, and in
+#: later turns.
 FIRST_UNTIMED, UNTIMED = 3, 1
-#: Plans whose times differ by no more than this fraction are equal.
+#: Plans count as equally fast if their times differ by no more than this fraction.
 SAME = 0.005
 
 
 class Measured(NamedTuple):
-    """The measurement of a plan: the median of its turns, and how far they scatter around it, both in seconds per
-    step (the median of their distances from it), and the number of timed steps.
+    """The measurement of a plan: `seconds` per step, the number of timed `steps`, and the `scatter` of its turns.
+
+    `seconds` is the median of its turns, and `scatter` the median distance of turns from it, in seconds per step.
     """
 
     seconds: float
@@ -40,11 +42,10 @@ class Measured(NamedTuple):
 
 
 class Tournament:
-    """Lets plans take turns. Their order decides between equals: the simplest comes first.
+    """Lets plans take turns. Among equally fast plans the first one is kept, so the simplest plan should come first.
 
-    `plan` is the plan of the next step; at the end, it is the winner.
-    `gather(numbers)` exchanges numbers among the ranks, and returns all of them
-    in the order of the ranks.
+    `plan` is the plan of the next step; at the end, it is the winner. `gather(numbers)` exchanges numbers among the
+    ranks, and returns all of them in the order of the ranks.
     """
 
     def __init__(
@@ -58,19 +59,19 @@ class Tournament:
         self._rounds: list[list[float]] = [[] for _ in plans]  # seconds per step of each plan, round by round
         self._contestants = list(range(len(plans)))
         self._steps = FEWEST_STEPS
-        #: How many rounds are over.
+        #: The number of rounds that are over.
         self.rounds = 0
         self._played = self._play()
         #: Whether there are turns to come.
         self.goes_on = next(self._played, False)
 
     def step_ended(self) -> None:
-        """Call this after the first backward pass that sends of each step, on all ranks."""
+        """Call this on all ranks, once in each step: after its first backward pass that sends."""
         self.goes_on = next(self._played, False)
 
     @property
     def most_left(self) -> int:
-        """Return the most steps that may remain."""
+        """Return the greatest number of steps that may remain."""
         return (MOST_ROUNDS - self.rounds) * len(self._contestants) * (self._steps + UNTIMED)
 
     @property
@@ -102,7 +103,7 @@ class Tournament:
         self.plan = self.plans[next(i for i in self._contestants if self._is_as_fast(i))]
 
     def _turn(self, plan: Plan, untimed: int) -> Generator[bool, None, float]:
-        """Let a plan have its turn; return the median seconds per step, on the slowest rank."""
+        """Let a plan have its turn; return the median seconds per step on the slowest rank."""
         self.plan = plan
         for _ in range(untimed):
             yield True
@@ -114,19 +115,19 @@ class Tournament:
         return max(told for (told,) in self._gather([seconds]))
 
     def _ratios(self, i: int) -> list[float]:
-        """Compare a contestant with the leader, round by round."""
+        """Return the ratio of a contestant's time to the leader's, for each round."""
         leader = min(self._contestants, key=lambda i: statistics.median(self._rounds[i]))
         return [mine / best for mine, best in zip(self._rounds[i], self._rounds[leader], strict=True)]
 
     def _is_as_fast(self, i: int) -> bool:
-        """Return whether a contestant is as fast as the leader: within `SAME` or the scatter of their rounds."""
+        """Return whether a contestant is as fast as the leader, within `SAME` or the scatter of their ratios."""
         ratios = self._ratios(i)
         middle = statistics.median(ratios)
         return middle <= 1 + max(SAME, _scatter(ratios, middle))
 
 
 def most_steps(plans: int, step_s: float) -> int:
-    """Return the most steps that a tournament of this number of plans may take, if a step takes `step_s` seconds."""
+    """Return how many steps a tournament of `plans` plans may take at most, if a step takes `step_s` seconds."""
     turns = 1 + MOST_ROUNDS * plans
     return turns * (_steps_of_turn(step_s) + UNTIMED) + plans * (FIRST_UNTIMED - UNTIMED)
 
@@ -136,5 +137,5 @@ def _steps_of_turn(step_s: float) -> int:
 
 
 def _scatter(values: Sequence[float], middle: float) -> float:
-    """The median of the distances from the median."""
+    """Return the median distance of values from their median, `middle`."""
     return statistics.median(abs(value - middle) for value in values)

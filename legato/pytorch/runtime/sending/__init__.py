@@ -1,1 +1,1 @@
-"""How gradients travel: packed, sent, and delivered to their parameters."""
+"""Packs gradients, sends them, and delivers the averages to their parameters."""

@@ -1,10 +1,10 @@
-"""Debug mode: checks of the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
+"""Debug mode: checks the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
 
-`order` checks what the proof in docs/runtime.md assumes: each rank compares the message that it is
-about to launch with the other ranks', through the process group's store, so one that differs is
-reported instead of sent. For this, all ranks must run the same number of forward passes in training.
-`finite` reports a gradient that is not finite in the same way. With `reads`, the rank itself reports
-an operator that reads a parameter before its update, and that no gate has seen (`waiting.readers`).
+`order` checks what the proof in docs/runtime.md assumes. Before a message is launched, the ranks compare, through the
+process group's store, which message each of them is about to launch. If the messages differ, an error is raised and
+nothing is sent. With `order`, all ranks must run the same number of forward passes in training. In the same way,
+`finite` reports a gradient that is not finite. With `reads`, a rank reports an operator that reads a parameter before
+its update, if no gate has seen this read (`waiting.readers`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from legato.pytorch.runtime.waiting.buckets import Bucket
 __all__ = ["CHECKS", "COMPARED", "DebugChecks", "chosen_checks"]
 
 CHECKS = ("order", "finite", "reads")
-#: Those that compare what the ranks are about to send.
+#: The checks that compare what the ranks are about to send.
 COMPARED = ("order", "finite")
 
 
 def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:
     """Return the names of the checks to run.
 
-    `debug` is True (`order`), False (none), or names separated by commas; None
-    stands for the value of `$LEGATO_DEBUG`. Raises `InputError` for an unknown
-    name.
+    `debug` is True (`order`), False (none), or a string of names separated by commas. If `debug` is None, the value of
+    `$LEGATO_DEBUG` is used. Raises `InputError` for an unknown name.
 
     >>> chosen_checks("order,finite"), chosen_checks(True), chosen_checks(False)
     (('order', 'finite'), ('order',), ())
@@ -47,7 +46,7 @@ def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:
 
 
 class DebugChecks:
-    """Compares what the ranks of a group are about to send."""
+    """Checks that compare what the ranks of a group are about to send."""
 
     def __init__(self, names: tuple[str, ...], group: Any, timeout: timedelta) -> None:
         self._finite = "finite" in names
@@ -60,9 +59,8 @@ class DebugChecks:
     def check(self, bucket: Bucket, passes: int, forwards: int, watchdog: Watchdog) -> None:
         """Run the checks for a bucket that this rank is about to launch.
 
-        `passes` and `forwards` count backward and forward passes in training.
-        Raises `RankError` on every rank if one of them is about to launch
-        something else, or has a gradient that is not finite.
+        `passes` and `forwards` count backward and forward passes in training. Raises `RankError` on every rank if one
+        of them is about to launch another message, or has a gradient that is not finite.
         """
         message = (
             f"message {bucket.index} ({bucket.label}) of backward pass {passes}, {bucket.buffer.nbytes} bytes, "

@@ -1,16 +1,16 @@
 """Delivery: brings averaged gradients, and updates that wait for them, to their parameters.
 
-[Note: lent gradients] With `gradient_as_bucket_view` the memory of a gradient is
-released as soon as the gradient was copied into its buckets, as in DDP. Its
-place in the bucket becomes the user's `.grad` if one view covers all of it.
-If the plan partitions it, `.grad` is None until it is assembled again.
+[Note: lent gradients] With `gradient_as_bucket_view`, the memory of a gradient is released as soon as the gradient has
+been copied into its buckets, as in DDP. If one view of the buckets covers the whole gradient, this view becomes the
+user's `.grad`. If the plan partitions the gradient, `.grad` is None until the gradient is assembled again.
 
-[Note: streams] On an accelerator, averages are taken and updates run on the stream on which DDP and the optimizer would
-have left them: that on which the backward pass or `step()` was called. A reader on another stream has waited for that
-one before, and does not see what comes later: it waits once more. Other readers would find no gate, and not wait: so
-everything is brought up to date, the host waits for it, and nothing waits to be read from then on
-(`Readers.note_streams`). Until then, gates come back when the forward pass has read the parameters, so that such a
-reader finds one between a forward pass and its backward pass, too.
+[Note: streams] On an accelerator, legato delivers averages and runs updates on the stream on which DDP and the
+optimizer would do so: the stream on which the backward pass or `step()` was called (the home stream). A program that
+reads on another stream has made its stream wait for the home stream already, but this wait does not cover work that
+legato adds later. So the first such read waits once more. Later reads would find no gate, and would not wait. Therefore
+the first such read brings everything up to date, the host waits for this work, and from then on no parameter waits to
+be read (`Readers.note_streams`). Until then, gates are installed again after each forward pass, so that a read on
+another stream also meets a gate between a forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """Delivers the gradients and updates of one model's parameters, of which each rank has a copy.
+    """Delivers gradients and updates to one model's parameters, under a plan without shards.
 
-    `lends` says whether gradients lie in the buckets. Under a sharded plan, `Shards` takes its place.
+    `lends` says whether gradients lie in the buckets. A sharded plan uses the subclass `Shards` instead.
     """
 
     #: Whether gradients leave their parameters for good when they are packed.
@@ -73,7 +73,7 @@ class Delivery:
         self._lends = lends
         self._lock = threading.RLock()  # several threads may read parameters
         self._in_arrival_order = sorted(slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
-        # Whose bytes nothing but torch can reach, and whose reads a gate sees.
+        # The parameters whose bytes only torch can reach, and whose reads a gate sees.
         self._gateable = {slot for slot in slots if readers.is_gateable(slot)}
         self._module_calls = ModuleCalls(self.settle, readers.is_own, readers.note_compilation)
         self._replaces_functions = False  # while updates wait
@@ -82,21 +82,21 @@ class Delivery:
         self._home: torch.Stream | None = None  # see [Note: streams]
         self._watched: list[Slot] = []  # parameters that have gates though they are up to date
         self._watch = ExitStack()
-        self._received: dict[Any, bool] = {}  # of what this rank had no gradient for: whether another one had
+        self._received: dict[Any, bool] = {}  # for keys without a gradient on this rank: whether another rank had one
         lent = [memory for slot in slots for memory in slot.keep_apart()] + [b.buffer for b in buckets] if lends else []
         by_storage = {memory.untyped_storage().data_ptr(): memory for memory in lent}
         self._memory_uses = [(memory, memory_uses(memory)) for memory in by_storage.values()]
 
     def close(self) -> None:
-        """Let go of parameters and buckets.
+        """Release parameters and buckets.
 
-        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
+        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory alive.
         """
         self._watch_no_longer()
         if self._replaces_functions:
             gate.functions.end()
         for slot in self.slots:
-            if slot.stage != IDLE:  # its gradient was sharded, and not used
+            if slot.stage != IDLE:  # its gradient was sharded, and was never used
                 gate.remove(slot)
             with gate.invisible():
                 lent = slot.parameter.grad is slot.whole and not slot.is_apart
@@ -110,7 +110,7 @@ class Delivery:
     # ---- forward and backward passes -----------------------------------------------
 
     def before_forward(self) -> None:
-        """Deliver gradients that were not used yet, so that the next ones add to them."""
+        """Deliver the gradients that have not been used yet, so that the next ones are added to them."""
         self._watch_no_longer()
         self._module_calls.end()
         with self._lock, outside_transforms():
@@ -125,7 +125,7 @@ class Delivery:
             slot.begin_pass(self._lends)
 
     def check_cleared(self, slot: Slot) -> None:
-        """Raise `RankError` if a backward pass is about to add to a gradient that was taken under a plan before."""
+        """Raise `RankError` if a backward pass is about to add to a gradient that an earlier plan has taken."""
         with without_overrides():
             slot.check_cleared()
 
@@ -145,7 +145,7 @@ class Delivery:
             bucket.flags.fill_(1.0)
 
     def packed(self, slots: Iterable[Slot]) -> None:
-        """Note that these gradients are packed completely and have arrived."""
+        """Note that these gradients have arrived and are packed completely."""
         if self._lends:
             with gate.invisible():
                 for slot in slots:
@@ -155,24 +155,24 @@ class Delivery:
                         whole.copy_(grad)
 
     def after_accumulation(self) -> None:
-        """Note that autograd has let go of the gradients that came before the one that it has just added."""
+        """Note that autograd has released all gradients except the one that it has just added."""
 
     def launch(self, bucket: Bucket) -> None:
-        """Let the message of a bucket go out."""
+        """Launch the message of a bucket."""
         self.messages.launch(bucket)
 
     def after_pass(self) -> None:
-        """Wait for averages that can be read without a gate; let the others wait until they are read."""
+        """Wait for the averages that can be read without a gate; every other average is awaited when it is read."""
         self._come_home()
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
                 self.resolve(slot)
-        self._module_calls.begin()  # gates may change which kernels others run
+        self._module_calls.begin()  # gates may change the kernels that other code runs
 
     def _read_without_gate(self) -> Sequence[Slot]:
-        """The parameters that have no gate, or whose `.grad` or its memory is held elsewhere."""
+        """Return the parameters that have no gate, or whose `.grad` (or its memory) is held elsewhere."""
         with gate.invisible():
-            # Another object has a view of a bucket, as a collective made of rounds has while it is in flight.
+            # True if another object has a view of a bucket; a collective made of rounds has one while it is in flight.
             viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
             if viewed or not self.readers.gradients_wait:
                 return self.slots
@@ -184,12 +184,12 @@ class Delivery:
             ]
 
     def _come_home(self) -> None:
-        """Note that what waits belongs on the current stream."""
+        """Note that work that waits belongs on the current stream from now on."""
         self._home = current_stream(self._device)
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:
-        """Run what waits on the stream on which it belongs (see [Note: streams])."""
+        """Run waiting work on the stream on which it belongs (see [Note: streams])."""
         home, reader = self._home, current_stream(self._device)
         if home is None or reader is None or reader == home:
             yield
@@ -203,7 +203,7 @@ class Delivery:
         reader.wait_stream(home)
 
     def watch_streams(self) -> None:
-        """Notice readers on other streams until the next pass, though everything is up to date."""
+        """Watch for readers on other streams until the next pass, even though everything is up to date."""
         if self._home is not None and self.overlaps and not self.readers.several_streams:
             self._watched = [slot for slot in self._gateable if slot.stage == IDLE]
             for slot in self._watched:
@@ -211,11 +211,11 @@ class Delivery:
             self._watch.enter_context(on_compilation(self._watch_no_longer))
 
     def install_gate(self, slot: Slot) -> None:
-        """Let a parameter wait until it is read."""
+        """Install a gate, so that the parameter waits until it is read."""
         gate.install(slot, self.resolve, self.zero, self._at_look)
 
     def _look(self) -> None:
-        """Let a reader on another stream wait for what this one has waited for, or brought up to date, since."""
+        """Let a reader on another stream wait for everything that its home stream has waited for or updated since."""
         if not self.messages.in_backward:
             with self._lock, outside_transforms(), self._at_home():
                 pass
@@ -233,11 +233,10 @@ class Delivery:
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 
-        An update also updates every other parameter whose gradient has arrived,
-        since one call of the optimizer costs less than one call for each. If
-        the parameter's own gradient is still in flight, the others are updated
-        first. Inside the backward pass, a gradient that was sent stays this rank's
-        own, as user hooks see it under DDP. Several threads may call it.
+        An update also updates every other parameter whose gradient has arrived, because one call of the optimizer costs
+        less than a call for each parameter. If the parameter's own gradient is still in flight, the other parameters
+        are updated first. Inside the backward pass, a gradient that was sent keeps this rank's local value, which user
+        hooks also see under DDP. Several threads may call this method.
 
         Raises `RankError` if gradients are sharded.
         """
@@ -259,16 +258,16 @@ class Delivery:
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
                 "the backward pass has ended (use a plan without shards to keep it in place)"
             )
-        for bucket in slot.buckets:  # what the reader does to it must not be sent
+        for bucket in slot.buckets:  # pack it now: changes that the reader makes must not be sent
             if slot in bucket.arrived:
                 self.pack(bucket)
 
     def _read_gradient(self, slot: Slot) -> None:
-        """Deliver an averaged gradient, and the others that arrive with it."""
+        """Deliver an averaged gradient, and all gradients that become complete with the same message."""
         self.deliver(slot.buckets[-1].last_of)
 
     def deliver(self, slots: Iterable[Slot]) -> None:
-        """Wait for the averages of these gradients, as far as they were sent and not used."""
+        """Wait for the averages of these gradients, where they were sent and have not been used."""
         with self._lock:
             if sent := [slot for slot in slots if slot.stage == SENT]:
                 with self._at_home():
@@ -277,7 +276,7 @@ class Delivery:
                     gate.remove(slot)
 
     def settle(self) -> None:
-        """Bring every parameter up to date; inside a backward pass, gradients that were sent stay this rank's own."""
+        """Bring every parameter up to date. Inside a backward pass, sent gradients keep this rank's local values."""
         with self._lock, outside_transforms():
             if not self.messages.in_backward:
                 self.deliver(self._in_arrival_order)
@@ -286,14 +285,14 @@ class Delivery:
             self._module_calls.end()
 
     def zero(self, slot: Slot, set_to_none: bool) -> None:
-        """Do to a gradient what `zero_grad` does, also if it is in flight or not used yet."""
+        """Do to a gradient what `zero_grad` does, even if the gradient is in flight or has not been used yet."""
         if slot.stage == PENDING and slot.update is not None:
             slot.zero_after = zeroing(set_to_none)
             return
         if slot.stage == SENT:
             if set_to_none or self.messages.in_backward or self.takes_gradients:
                 gate.remove(slot)  # the average is dropped
-            else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
+            else:  # it may lie in a message in flight, and is a zero here too if only another rank had a gradient
                 self.resolve(slot)
         if self.takes_gradients or slot.spent is not None:
             slot.zero(set_to_none)
@@ -303,12 +302,12 @@ class Delivery:
     # ---- updates -----------------------------------------------------------------------
 
     def may_wait(self, slot: Slot) -> bool:
-        """Return whether the update may wait until the parameter is read: only its gate can read it (see `readers`)."""
+        """Return whether the update may wait until the parameter is read, because every read passes its gate."""
         gated = self.overlaps and slot.stage == SENT and slot in self._gateable
         return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 
     def postpone(self, slots: Sequence[Slot], update: Update | None) -> None:
-        """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
+        """Postpone the updates of these parameters, whose gradients were sent, until the parameters are read."""
         with self._lock:
             self._come_home()
             for slot in slots:
@@ -321,7 +320,7 @@ class Delivery:
                     gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
-        """Return the parameters whose updates wait for bucket `last`, for an earlier one, or for none any more."""
+        """Take and return the parameters whose updates wait for bucket `last` at most, or no longer wait."""
         taken = []
         while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
             taken.append(self.pending.popleft())
@@ -339,7 +338,7 @@ class Delivery:
         try:
             self._arrive(slots)
         except BaseException:
-            self.pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
+            self.pending.extendleft(reversed(slots))  # a later reader has to wait, or fail, again
             raise
         by_update: dict[int, list[Slot]] = {}
         for slot in slots:
@@ -350,7 +349,7 @@ class Delivery:
             update = group[0].update
             for slot in group:
                 slot.mark_updating()
-            with without_overrides():  # their gates stay until they are up to date: other threads may read
+            with without_overrides():  # other threads may read, so gates stay until the parameters are up to date
                 self._apply(group)
             for slot in group:
                 gate.remove(slot)
@@ -360,7 +359,7 @@ class Delivery:
             tracer.switch(resume)
 
     def _apply(self, slots: Sequence[Slot]) -> None:
-        """Update parameters that wait for the same call of `step()`."""
+        """Update parameters whose updates belong to the same call of `step()`."""
         update = slots[0].update
         assert update is not None
         update.apply([slot.parameter for slot in slots])
@@ -369,7 +368,7 @@ class Delivery:
                 slot.zero_after(slot.parameter)
 
     def _arrive(self, slots: Iterable[Slot]) -> None:
-        """Wait for averaged gradients, and make them the parameters' `.grad`, one message after another."""
+        """Wait for averaged gradients, one message after another, and make each of them its parameter's `.grad`."""
         for _, together in itertools.groupby(slots, lambda slot: slot.buckets[-1].index):
             self._unpack(list(together))
 
@@ -399,9 +398,9 @@ class Delivery:
                 copy_all(grads, views)
 
     def _receive(self, slots: Iterable[Slot]) -> None:
-        """Find out for which parameters another rank had a gradient, where this one had none.
+        """Find out which of the gradients that are missing on this rank exist on another rank.
 
-        A device is asked once for all parameters, as the host waits for its answer.
+        On a device, one request covers all parameters, because the host must wait for the answer.
         """
         asked = slots if self._device.type == "cpu" else [s for s in self.slots if s.stage in (SENT, PENDING)]
         absent = [slot for slot in asked if not slot.has_grad and slot not in self._received]
@@ -409,7 +408,7 @@ class Delivery:
         self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
 
     def _ask(self, flags: Mapping[Any, Tensor]) -> None:
-        """Note whether any rank had a gradient, for each key with an element that has counted such ranks."""
+        """Note for each key whether any rank had a gradient, which the key's element has counted."""
         if flags:
             counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
             self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Messages on their way, launched one after another, and the connection that carries them."""
+"""Launches messages one after another and waits for them, through a connection between the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Connection", "Messages"]
 class Connection:
     """The groups through which the ranks of a model send legato's messages and watch each other.
 
-    `model_group` is the model's process group, whose ranks the `watchdog` watches.
+    `model_group` is the model's process group. The `watchdog` watches the ranks of this group.
     """
 
     def __init__(self, model_group: Any, watchdog: Watchdog, debug: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Connection:
         timeout = group_timeout(model_group, group_device(model_group))
         everyone = len(ranks) == dist.get_world_size()
         with batch_policy_threads():
-            # No other collective comes between two messages.
+            # A separate group, so that no other collective comes between two messages.
             self.group: Any = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
         self.watchdog = watchdog
         compared = set(debug) & set(COMPARED)
@@ -45,47 +45,47 @@ class Connection:
         self.channel = channel_for(self.group)
 
     def gather(self, tensor: Tensor, doing: str) -> Tensor:
-        """The tensors of all ranks, on the device of the group; `doing` is what they are for, if a rank fails."""
+        """Return the tensors of all ranks, on the group's device; if a rank fails, the error message names `doing`."""
         try:
             return gather_tensor(tensor, self.group, self.watchdog.wait)
         except RuntimeError as error:
             raise self.watchdog.failure(doing, error) from error
 
     def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
-        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+        """Return the numbers of all ranks; if a rank fails, the error message names `doing`."""
         return [tuple(row) for row in self.gather(torch.tensor(numbers, dtype=torch.float64), doing).tolist()]
 
 
 def _release(group: Any, watchdog: Watchdog) -> None:
-    """Destroy the group of a model that was deleted, unless a collective failed: that could take its timeout."""
+    """Destroy the group of a deleted model, unless a collective has failed: destroying it could then time out."""
     if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
         dist.destroy_process_group(group)
 
 
 class Messages:
-    """Launches the messages of a plan and waits for them; knows in which pass this rank is."""
+    """Launches the messages of a plan and waits for them; counts this rank's passes."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.group, self.watchdog = connection, connection.group, connection.watchdog
         self.tracer: Tracer | None = None
-        self.forwards = 0  # forward passes whose gradients will be sent
-        self.passes = 0  # backward passes that sent, including the current one
+        self.forwards = 0  # the number of forward passes whose gradients will be sent
+        self.passes = 0  # the number of backward passes that sent, including the current one
         self.in_backward = False
 
     def begin_pass(self) -> None:
-        """Note that a backward pass begins that sends."""
+        """Note that a backward pass that sends begins."""
         self.in_backward = True
         self.passes += 1
         self.watchdog.passes += 1
         self.watchdog.flight_recorder.note("backward begins", self.passes)
 
     def end_pass(self) -> None:
-        """Note that it has ended."""
+        """Note that the backward pass has ended."""
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
 
     def launch(self, bucket: Bucket) -> None:
-        """Let the message of a bucket go out."""
+        """Launch the message of a bucket."""
         self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
         with gate.invisible():
             if self.connection.checks:
@@ -95,7 +95,7 @@ class Messages:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait until the message of a bucket, if it is on its way, has arrived."""
+        """Wait until the message of a bucket has arrived, if one is in flight."""
         work = bucket.work
         if work is None:
             return
@@ -114,5 +114,5 @@ class Messages:
             self.tracer.switch(resume)
 
     def gather(self, tensor: Tensor, doing: str) -> Tensor:
-        """The tensors of all ranks, on the device of the group; `doing` is what they are for, if a rank fails."""
+        """Return the tensors of all ranks, on the group's device; if a rank fails, the error message names `doing`."""
         return self.connection.gather(tensor, f"{doing} after backward pass {self.passes}")

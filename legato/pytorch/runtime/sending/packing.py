@@ -1,9 +1,8 @@
 """Packing: copies gradients that have arrived into the buffers of their messages, divided by the number of ranks.
 
-[Note: absent gradients] A rank without a gradient sends zeros. Each parameter
-has one extra element in its first message: 1 on the ranks that had a gradient
-and 0 on the others. Only where the sum is 0 was the gradient absent on all
-ranks; then `.grad` stays as it was (None), as it does in one process.
+[Note: absent gradients] A rank without a gradient sends zeros. Each parameter has one extra element in its first
+message: 1 on the ranks that had a gradient, and 0 on the others. If the sum of these elements is 0, no rank had a
+gradient; then `.grad` stays as it was (None), as it does in one process.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from legato.pytorch.runtime.waiting.buckets import Bucket, BucketSlice, Slot
 
 __all__ = ["PACK_BYTES", "pack"]
 
-#: Gradients up to this size, in bytes, are packed by one call for many of them.
+#: Gradients of up to this number of bytes are packed together, many in one call.
 _SMALL_BYTES = 64 * 2**10
-#: A bucket is packed when more bytes of gradients than this wait for it, or when it is complete.
+#: A bucket is packed when it is complete, or when gradients of more than this number of bytes wait for it.
 PACK_BYTES = 2**20
 
 
 def pack(bucket: Bucket, ranks: int) -> list[Slot]:
-    """Pack the gradients that have arrived into a bucket; return those that now are completely in their buckets."""
+    """Pack the gradients that have arrived into a bucket; return the parameters whose gradients are now all packed."""
     arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
     small: list[tuple[Tensor, Tensor]] = []  # views of the bucket, and their gradients
     with gate.invisible():
@@ -40,7 +39,7 @@ def pack(bucket: Bucket, ranks: int) -> list[Slot]:
 
 
 def _pack_part(part: BucketSlice, grad: Tensor | None, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """Copy a part of a gradient, unless it is small: such parts are returned, to be copied together."""
+    """Copy a part of a gradient, unless the part is small: small parts are returned, to be copied together."""
     if grad is None:
         part.view.zero_()
         if part.flag is not None:
@@ -62,7 +61,7 @@ def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) 
         views, grads = map(list, zip(*small, strict=True))
         copy_all(views, grads)
         if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
-            # Whole tensors, then flags.
+            # The bucket holds whole tensors, followed by the flags.
             data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
             bucket.buffer[:data].mul_(1.0 / ranks)
         else:
@@ -70,7 +69,11 @@ def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) 
 
 
 def _round(part: BucketSlice, grad: Tensor, ranks: int) -> None:
-    """Pack a gradient in the bucket's format: as torch's hooks do, or with what was rounded off before."""
+    """Pack a gradient in the bucket's wire format.
+
+    Without error feedback, it is rounded as torch's communication hooks do. With error feedback, what earlier rounding
+    removed is added first.
+    """
     residual = part.bucket.residual
     if residual is None:
         part.view.copy_(part.of(grad)).div_(ranks)
@@ -79,4 +82,4 @@ def _round(part: BucketSlice, grad: Tensor, ranks: int) -> None:
     residual = residual.as_strided(part.view.shape, part.view.stride(), int(at))
     residual.add_(part.of(grad), alpha=1.0 / ranks)
     part.view.copy_(residual)
-    residual.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
+    residual.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # error feedback does not make up for an overflow

@@ -1,4 +1,4 @@
-"""Measured timelines: when a worker computed, and when its messages were on the wire."""
+"""Records timelines: when a worker computed, and when its messages were on the wire."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CPU = torch.device("cpu")
 
 
 class Tracer:
-    """Records what one rank does, by the clock of the model's device.
+    """A recorder of what one rank does, by the clock of the model's device.
 
-    The compute lane is in one state at a time: a kind of work, or None while it
-    waits. An iteration starts at a call of `begin_iteration`, where a backward
-    pass begins. `group` carries the messages.
+    The compute lane is in one state at a time: a kind of work, or None while it waits. An iteration starts at a call of
+    `begin_iteration`, when a backward pass begins. `group` carries the messages.
     """
 
     def __init__(self, group: Any = None, device: torch.device = _CPU) -> None:
         self.rank = 0 if group is None else group.rank()
         self._clock = clock_for(device)
-        # What the host carries out is over when the host says so, whatever the device still has to do.
+        # A message over the host ends when the host says so. An idle stream marks this, as other streams may still be
+        # busy.
         idle = device.type != "cpu" and group_device(group).type == "cpu"
         self._idle = torch.Stream(device) if idle else nullcontext()
         self._began = self._clock.now()
@@ -42,7 +42,7 @@ class Tracer:
         self._starts: list[Any] = []
 
     def switch(self, state: SpanKind | None) -> SpanKind | None:
-        """Set the state of the compute lane from now on; return the previous one."""
+        """Set the state of the compute lane from now on, and return the previous state."""
         now = self._clock.now()
         if self._state is not None:
             self._marked.append(("compute", self._state, self._since, now, self._state, None))
@@ -55,9 +55,10 @@ class Tracer:
         self._starts.append(self._since)
 
     def message(self, label: str, nbytes: int, work: Any) -> None:
-        """Record that a message of `nbytes` bytes was launched; its span ends when `work` does.
+        """Record that a message of `nbytes` bytes was launched; its span ends when `work` completes.
 
-        Where it runs on the device, the future is done at once, and calls back on a stream that waits for the message.
+        If the message runs on the device, the future is done at once, and its callback runs on a stream that waits for
+        the message.
         """
         start = self._clock.now()
 
@@ -70,7 +71,7 @@ class Tracer:
     def end_forward(self, outputs: Any) -> None:
         """Begin the next iteration when the backward pass reaches these outputs of the forward pass.
 
-        Until then the compute lane stays in `forward`, which so includes the loss.
+        Until then the compute lane stays in the state `forward`, which therefore includes the loss.
         """
         begun = hooked = False
 
@@ -88,17 +89,17 @@ class Tracer:
             self.switch(None)
 
     def seconds(self, kind: SpanKind) -> float:
-        """The time that the compute lane spent on one kind of work, in seconds."""
+        """Return the time, in seconds, that the compute lane spent on one kind of work."""
         return sum(s.end_s - s.start_s for s in self._spans() if s.lane == "compute" and s.kind == kind)
 
     @property
     def communication_s(self) -> float:
-        """The time in which at least one message was in flight, in seconds; only messages that have arrived count."""
+        """Return the time, in seconds, during which at least one of the messages that have arrived was in flight."""
         busy = merge_intervals((s.start_s, s.end_s) for s in self._spans() if s.kind == "message")
         return sum(end - start for start, end in busy)
 
     def timelines(self, name: str) -> list[Timeline]:
-        """Return one timeline for each complete iteration; each starts at 0 seconds."""
+        """Return one timeline for each complete iteration; each timeline starts at 0 seconds."""
         self.switch(None)
         result = []
         spans = sorted(self._spans(), key=lambda s: s.start_s)
@@ -112,7 +113,7 @@ class Tracer:
         return result
 
     def _at(self, mark: Any) -> float:
-        """A mark, in seconds since this was made."""
+        """Convert a mark to seconds since this tracer was made."""
         return self._clock.seconds(self._began, mark)
 
     def _spans(self) -> list[Span]:
@@ -126,13 +127,13 @@ class Tracer:
 
 @contextmanager
 def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
-    """Measure the iterations of a `DistributedDataParallel` model, once for each model.
+    """Measure the iterations of a `DistributedDataParallel` model, which is possible only once for each model.
 
-    DDP's all-reduce is replaced by the same all-reduce in a communication hook,
-    where it can be timed. The list is filled when the context ends.
+    A communication hook replaces DDP's all-reduce by the same all-reduce, so that it can be timed. The list is filled
+    when the context ends.
     """
     ddp: Any = model
-    group = ddp.process_group  # DDP's reducer holds the hook below for good, which must not hold the model
+    group = ddp.process_group  # DDP's reducer holds the hook below for good, so the hook must not hold the model
     parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
     tracer = Tracer(group, parameters[0].device)
     found: list[Timeline] = []
@@ -156,7 +157,7 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     def forward_ends(_: Any, __: Any, output: Any) -> None:
         tracer.end_forward(output)
 
-    send.__annotations__.clear()  # DDP checks them, and here they are strings
+    send.__annotations__.clear()  # DDP checks annotations, and here they are strings
     ddp.register_comm_hook(None, send)
     hooks = [
         ddp.register_forward_pre_hook(forward_begins),

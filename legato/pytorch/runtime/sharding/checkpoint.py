@@ -1,18 +1,17 @@
-"""Checkpoints of sharded optimizers: each rank saves and loads its own shards, and no rank has a whole state.
+"""Checkpoints of sharded optimizers: each rank saves and loads its own shards, and no rank has the whole state.
 
-[Note: boxes] `torch.distributed.checkpoint` describes what a rank has of a tensor by boxes:
-offsets and sizes in each dimension. A shard is a range of a parameter's elements in the order of
-its memory, row by row of its (permuted) dimensions, which is at most 2 * dimensions - 1 boxes: what
-is left of the first row, whole rows, and the beginning of the last row, and so on inside of these
-rows. Each box is a view of the shard.
-An entry is saved under the name that torch's `get_optimizer_state_dict` gives it, with the
-parameter's shape. So a checkpoint has no trace of the plan: any number of ranks, other plans
-and optimizers that are not sharded can load it, and the other way round.
+[Note: boxes] `torch.distributed.checkpoint` describes a rank's part of a tensor by boxes: offsets and sizes in each
+dimension. A shard is a range of a parameter's elements in the order of its memory, row by row of its (permuted)
+dimensions. A shard has at most 2 * dimensions - 1 boxes: the rest of the first row, whole rows, and the beginning of
+the last row; both partial rows are divided into boxes in the same way. Each box is a view of the shard. An entry is
+saved under the name that torch's `get_optimizer_state_dict` gives it, with the parameter's shape. So a checkpoint does
+not depend on the plan: any number of ranks, other plans and optimizers that are not sharded can load it, and a sharded
+optimizer can load their checkpoints.
 
-[Note: entries without values] What is loaded has to be asked for by its name before, and a new
-optimizer has no entries. Their names and kinds come from a step of the user's optimizer on
-stand-ins of two elements; they get memory when something is loaded into them. An optimizer that
-has no entries of a parameter yet, since no gradient has arrived, saves None under these names.
+[Note: entries without values] A program must name the entries that it wants to load, but a new optimizer has no
+entries. The names and kinds of entries come from a step of the user's optimizer on stand-ins of two elements. Entries
+get memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient
+has arrived, None is saved under these names.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` (exclusive) of a row-major tensor as boxes (offsets, sizes), in their order."""
+    """Yield the elements `start` to `stop` (exclusive) of a row-major tensor as boxes (offsets, sizes), in order."""
     if not shape:
         yield (), ()
         return
@@ -52,7 +51,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # inside of one row
+    if first > last:  # inside one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
@@ -69,10 +68,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
-    `ranges` are the elements of each shard, in row-major order of the dimensions as
-    `order` has them (None: as they are), and `flats` their values, or None as long as
-    there are none. Of a tensor without values, `begins` is saved in place of each, or
-    None if that is None.
+    `ranges` has the first and last (exclusive) element of each shard, in row-major order of the dimensions, which
+    `order` permutes (None: not permuted). `flats` has the shards' values, or None while there are none. If `flats` is
+    None, every element is saved as `begins`. If `begins` is None as well, None is saved in place of the tensor.
     """
 
     ranges: list[tuple[int, int]]
@@ -97,7 +95,7 @@ class LocalShards(Tensor):
         self.flats = None if flats is None else list(flats)
 
     def _boxes(self) -> Iterator[tuple[Box, int, int]]:
-        """Each box, with the shard that has it, and the place in that shard at which it begins."""
+        """Yield each box, the index of its shard, and the position in that shard at which the box begins."""
         order = self.order or range(self.dim())
         back = sorted(range(self.dim()), key=order.__getitem__)
         for i, (start, stop) in enumerate(self.ranges):
@@ -125,7 +123,7 @@ class LocalShards(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor | None:
-        """Return the memory of a box; None for a tensor without values, where no box is asked for."""
+        """Return the memory of a box; None for a tensor without values, for which no box is requested."""
         if index.offset is None:
             return None
         if self.flats is None:
@@ -158,20 +156,20 @@ class OptimizerState:
         state = {"model": model, "optimizer": legato.OptimizerState(model, optimizer)}
         torch.distributed.checkpoint.save(state, checkpoint_id="...")
 
-    Of a sharded optimizer, each rank saves and loads its own shards only. The checkpoint is
-    as torch's `get_optimizer_state_dict` returns it: it can be loaded on another number of ranks, under
-    another plan, sharded or not, and by torch without legato. `model` is what
-    `legato.distribute` has returned, or any other model, whose optimizers are not sharded.
+    If the optimizer is sharded, each rank saves and loads only its own shards. The checkpoint has the form that torch's
+    `get_optimizer_state_dict` returns. So the checkpoint can be loaded on another number of ranks, under another plan,
+    sharded or not, and by torch without legato. `model` is the model that `legato.distribute` has returned, or any
+    other model whose optimizers are not sharded.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `torch.distributed.checkpoint` saves, or loads into: entries by parameter names, and groups.
+        """Return the entries by parameter name, and the groups, for `torch.distributed.checkpoint` to save or to fill.
 
-        Nothing is sent. Raises `InputError` if the optimizer has parameters that are not the model's, or a state
-        that cannot be sharded.
+        Nothing is sent. Raises `InputError` if the optimizer has parameters that are not the model's, or a state that
+        cannot be sharded.
         """
         shards = self._shards()
         if shards is None:
@@ -192,7 +190,7 @@ class OptimizerState:
         return {"state": found, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was loaded into `state_dict()`; `torch.distributed.checkpoint` calls it on all ranks.
+        """Load `state_dict` into the optimizer; `torch.distributed.checkpoint` calls this on all ranks.
 
         Raises `RankError` on all ranks, and leaves the settings as they are, if the checkpoint is of another optimizer
         or lacks some of the entries of a parameter.
@@ -213,13 +211,13 @@ class OptimizerState:
         vars(self._optimizer)["state"] = state
 
     def _shards(self) -> Shards | None:
-        """The shards, with everything up to date, if the optimizer is sharded now."""
+        """Bring everything up to date, and return the optimizer's shards; None if it is not sharded now."""
         for reducer in reducers_of(self._optimizer):
             reducer.settle()
         return shards_of(self._optimizer)
 
     def _names(self) -> dict[nn.Parameter, str]:
-        """The names of the optimizer's parameters."""
+        """Return the names of the optimizer's parameters."""
         names = {p: name for name, p in named_parameters(self._model).items()}
         mine = [p for group in self._optimizer.param_groups for p in group["params"]]
         if any(p not in names for p in mine):
@@ -227,7 +225,7 @@ class OptimizerState:
         return {p: names[p] for p in mine}
 
     def _settings(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the loaded groups, without their parameters."""
+        """Return the loaded groups without their parameters."""
         names = self._names()
         for i, (group, other) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
             mine = [names[p] for p in group["params"]]
@@ -240,7 +238,7 @@ class OptimizerState:
     def _state(
         self, saved: dict[str, Any], first: dict[nn.Parameter, Any], shards: Shards
     ) -> dict[Any, dict[str, Any]]:
-        """Return the loaded entries: of each shard, and of each parameter that is not sharded."""
+        """Return the loaded entries of each shard, and of each parameter that is not sharded."""
         names = self._names()
         state: dict[Any, Any] = defaultdict(dict)
         for p, held in _held(self._optimizer, shards).items():
@@ -264,7 +262,7 @@ class OptimizerState:
 
 
 def _held(optimizer: Optimizer, shards: Shards) -> dict[nn.Parameter, list[Shard]]:
-    """The shards of this rank, by the parameter of which they are parts."""
+    """Return this rank's shards, by the parameter to which they belong."""
     held: dict[nn.Parameter, list[Shard]] = {}
     for shard in shards.of(optimizer):
         held.setdefault(shard.piece.slot.parameter, []).append(shard)
@@ -274,9 +272,10 @@ def _held(optimizer: Optimizer, shards: Shards) -> dict[nn.Parameter, list[Shard
 def _first_entries(
     optimizer: Any, shards: Shards, settings: Sequence[dict[str, Any]] | None = None
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The entries that the optimizer's first step makes of each parameter, from a step on stand-ins of two elements.
+    """Return the entries that the optimizer's first step makes for each parameter.
 
-    `settings` replace its groups' settings.
+    The entries come from a step on stand-ins of two elements. `settings` replace the settings of the optimizer's
+    groups.
     """
     blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
@@ -286,7 +285,7 @@ def _first_entries(
 
 
 def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the entries of such stand-ins with which each parameter's first step begins; none if unknown."""
+    """Return the entries that stand-ins of two elements have when their first step begins; none if they are unknown."""
     blank, stand_ins = _blank(optimizer, shards)
     for group in optimizer.param_groups if begins_with_step(blank) else ():
         begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})
@@ -294,7 +293,7 @@ def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[st
 
 
 def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
-    """The optimizer without a state, and a stand-in for each parameter, of two elements, with a gradient of zeros."""
+    """Return the optimizer without a state, and for each parameter a stand-in with two elements and a zero gradient."""
     stand_ins = {}
     for p in _held(optimizer, shards):
         stand_ins[p] = nn.Parameter(torch.zeros(2, dtype=p.dtype, device=p.device))
@@ -306,7 +305,7 @@ def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.P
 def _entries(
     held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any], begun: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the entries of a parameter: its shards', or, if they have none yet, such as their first step makes."""
+    """Return the entries of a parameter. If its shards have no state yet, the entries have no values."""
     mine = state.get(held[0].flat)
     if not mine:
         known = begun if begun.keys() == first.keys() else {}
@@ -331,15 +330,15 @@ def _entries(
 def _elements(
     value: Tensor, held: list[Shard], flats: list[Tensor] | None, begins: Tensor | None = None
 ) -> LocalShards:
-    """An entry of a parameter, with a value like this one for each element."""
+    """Return an entry of a parameter that has a value like `value` for each element."""
     slot, ranges = held[0].piece.slot, [(shard.piece.start, shard.piece.stop) for shard in held]
     return LocalShards(slot.parameter.shape, value.dtype, value.device, ranges, flats, begins, slot.order)
 
 
 def _without_values(value: Any, held: list[Shard], begins: Any) -> LocalShards:
-    """An entry of a parameter, as this one is of a stand-in, into which something can be loaded.
+    """Return an entry without values, into which a checkpoint can be loaded; `value` is a stand-in's entry.
 
-    `begins` is a stand-in's before its first step, if it is known.
+    `begins` is the stand-in's entry before its first step, or None if it is unknown.
     """
     begins = begins.flatten()[0] if isinstance(begins, Tensor) else None
     if isinstance(value, Tensor) and value.dim():
@@ -353,14 +352,14 @@ def _has_values(value: Any) -> bool:
 
 
 def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
-    """Return whether the entries of a parameter are those with which its first step begins: it had got no gradient."""
+    """Return whether a parameter's entries are in their state before its first step: it has never had a gradient."""
     step = entries.get("step")
     step = step.flats[0] if isinstance(step, LocalShards) and step.flats else step
     return step is not None and begins_with_step(optimizer) and float(step) == 0
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
-    """Return shard i's part of an entry; `like` is a stand-in's. A number is a new object for each shard."""
+    """Return shard i's part of an entry; `like` is a stand-in's entry. Each shard gets its own copy of a number."""
     if isinstance(value, LocalShards):
         assert value.flats is not None
         is_number = isinstance(like, Tensor) and not like.dim()
@@ -369,7 +368,7 @@ def _part(value: Any, i: int, like: Any) -> Any:
 
 
 def _load_whole(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Take a state of whole parameters, without those that had got no gradient."""
+    """Load a state of whole parameters, except the entries of parameters that have never had a gradient."""
     given = {
         name: entries
         for name, entries in state_dict["state"].items()

@@ -2,21 +2,20 @@
 
 docs/sharding.md has the papers, and what users see.
 
-[Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk
-of the buffer: its *shards*, parts of parameters. `optimizer.step()` waits for the
-reduce_scatters one after another. Meanwhile it updates the shards of those that have
-arrived, by the user's own optimizer on flat parameters that share the memory of the
-model's, and writes the new values into the chunk. Then the all_gathers go out, in the
-plan's order, and a parameter waits for its own when it is read.
+[Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk of the buffer. The parts of
+parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for one reduce_scatter after another.
+Meanwhile it updates the shards whose gradients have arrived, with the user's own optimizer, on flat parameters that
+share the model's memory, and writes the new values into the chunk. Then the all_gathers are launched, in the plan's
+order. A parameter waits for its all_gather when it is read.
 
-[Note: what a rank must not do alone] The reduce_scatters before the first all_gather go
-out in the backward pass. The rest, in the plan's order, goes out when the step of an
-optimizer is called, and optimizers have buckets of their own. Clipping sends all
-reduce_scatters first. If a step is not called, the all_gathers go out before the next
-backward pass, with the old values. So the order on all ranks is the order of their calls.
+[Note: what a rank must not do alone] The reduce_scatters before the first all_gather are launched in the backward pass.
+The other messages are launched, in the plan's order, when `step()` of an optimizer is called; optimizers do not share
+buckets. Clipping launches all reduce_scatters first. If a program does not call `step()`, the all_gathers are launched
+before the next backward pass, with the old values. So the order of messages is the same on all ranks if their calls
+have the same order.
 
-[Note: gradients] After the step, `.grad` is a NaN without memory of its own, so that neither
-a reader nor another backward pass takes it for a gradient.
+[Note: gradients] After the step, `.grad` is a NaN without memory of its own, so that neither a reader nor another
+backward pass mistakes it for a gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_cla
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable", "shards_of"]
 
-#: Optimizers of torch whose update of an element depends on this element alone, with its gradient and state.
+#: torch's elementwise optimizers: the update of an element depends only on the element, its gradient and its state.
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -61,7 +60,7 @@ ELEMENTWISE = (
 
 
 def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raise `InputError` unless the optimizer treats every element alone, and has no parameter of the others."""
+    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with the others."""
     base = users_class(optimizer)
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
@@ -84,24 +83,24 @@ class Shard:
 
     piece: BucketSlice
     at: int  # its place in the chunk
-    flag: int  # of the element that counts the ranks with a gradient
+    flag: int  # the place of the element that counts the ranks with a gradient
     flat: nn.Parameter
 
     def place(self) -> None:
-        """Let it share the memory of the parameter, or, if that is not contiguous, copy its values from there."""
+        """Let the shard share the parameter's memory or, if that is not contiguous, copy the values from there."""
         self.flat.data = self.piece.of(self.piece.slot.parameter.detach()).reshape(-1)
 
     def leave(self) -> None:
-        """Release the memory: a parameter may wait only if nothing else has its memory."""
+        """Release the memory: a parameter may wait only if nothing else shares its memory."""
         self.flat.grad = None
         self.flat.data = self.flat.new_empty(0)
 
 
 class Shards(Delivery):
-    """Delivers the values of parameters of which each rank updates its shards.
+    """Delivers the values of parameters that are sharded: each rank updates only its shards.
 
-    The owner of a bucket is the place of an optimizer. Under a plan whose gradients are sharded too, no more memory is
-    kept than for the shards of gradients.
+    The `owner` of a bucket is the index of its optimizer. If the plan shards gradients too, gradients keep memory only
+    for this rank's shards.
     """
 
     takes_gradients = True
@@ -120,28 +119,28 @@ class Shards(Delivery):
         self._parameters = [_parameters(optimizer) for optimizer in optimizers]
         self.group, self._rank = messages.group, messages.group.rank()
         self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
-        #: Each all_gather with its reduce_scatter, in the order in which they go out.
+        #: Pairs of a reduce_scatter and its all_gather, in the order in which the all_gathers are launched.
         self._gathered = [(bucket.scattered, bucket) for bucket in buckets if bucket.scattered is not None]
         self.outgoing = [bucket for bucket in self._scattered if bucket.index < self._gathered[0][1].index]
-        self._late: deque[Bucket] = deque()  # the other reduce_scatters, until they go out
-        self._packed: list[Slot] = []  # whose gradients can leave their parameters
+        self._late: deque[Bucket] = deque()  # the other reduce_scatters, until they are launched
+        self._packed: list[Slot] = []  # packed gradients that can be taken from their parameters
         self._of = {bucket: _own(bucket, self._rank, self.group.size()) for bucket in self._scattered}
-        self._owed: set[int] = set()  # owners whose parameters were not sent since the last backward pass
-        self._averaged: set[Bucket] = set()  # whose gradients have arrived since then
-        self._marked: dict[Bucket, float] = {}  # what this rank has said in all_gathers
-        self._answers: list[tuple[str, float, Fetched]] = []  # what all ranks have said there: not checked yet
-        self._frees = plan.shard == "gradients"  # the memory of messages that are not on their way
-        self._in_flight: deque[Bucket] = deque()  # reduce_scatters, if the memory of each is freed afterwards
-        self._takers: dict[Bucket, int] = {}  # how many parameters have still to take their values from a bucket
+        self._owed: set[int] = set()  # owners whose new values were not sent since the last backward pass
+        self._averaged: set[Bucket] = set()  # buckets whose averages have arrived since then
+        self._marked: dict[Bucket, float] = {}  # by all_gather: the mark that this rank has sent in it
+        self._answers: list[tuple[str, float, Fetched]] = []  # the marks of all ranks, not checked yet
+        self._frees = plan.shard == "gradients"  # whether to free the memory of messages that are not in flight
+        self._in_flight: deque[Bucket] = deque()  # reduce_scatters whose memory is freed when they arrive
+        self._takers: dict[Bucket, int] = {}  # by bucket: how many parameters have not taken their new values yet
         for bucket in self._scattered:
             self._free(bucket)
 
     def _unused(self) -> Slot | None:
-        """A parameter whose gradient was sent for an optimizer, which has not used it."""
+        """Return a parameter whose gradient was sent for an optimizer that has not used it yet, or None."""
         return next((slot for slot in self.slots if slot.stage == SENT and slot.owner in self._owed), None)
 
     def check_used(self) -> None:
-        """Raise `RankError` if sharded gradients would be lost, because these are no shards any more."""
+        """Raise `RankError` if sharded gradients would be lost because the sharding is about to end."""
         if (slot := self._unused()) is not None:
             raise RankError(
                 f"{slot.name}: the average of its gradient is sharded, and only step() can use it: call step() or "
@@ -149,13 +148,13 @@ class Shards(Delivery):
             )
 
     def has_changed(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer got other parameters since the messages were made, which go by optimizers."""
+        """Return whether the optimizer's parameters have changed since messages were assigned to optimizers."""
         return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
 
     # ---- memory --------------------------------------------------------------------
 
     def _allocate(self, bucket: Bucket) -> None:
-        """Give the buffer of a bucket its memory."""
+        """Allocate the memory of a bucket's buffer."""
         if self._frees:
             bucket.buffer.untyped_storage().resize_(bucket.buffer.nbytes)
 
@@ -168,7 +167,7 @@ class Shards(Delivery):
         super()._prepare_buffer(bucket)
 
     def launch(self, bucket: Bucket) -> None:
-        """Let a message go out, and free the memory of those that have arrived."""
+        """Launch a message, and free the memory of messages that have arrived."""
         super().launch(bucket)
         if self._frees and bucket.scattered is None:
             self._in_flight.append(bucket)
@@ -178,7 +177,7 @@ class Shards(Delivery):
     # ---- forward and backward passes -------------------------------------------------
 
     def before_forward(self) -> None:
-        """Forget gradients that no optimizer uses, because compilers look at their parameters."""
+        """Drop gradients that no optimizer uses, because compilers look at their parameters."""
         self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
@@ -186,7 +185,7 @@ class Shards(Delivery):
                 gate.remove(slot)
 
     def before_pass(self) -> None:
-        """Send what was not updated since the last backward pass. Raises `RankError` if a gradient was not used."""
+        """Send the values that were not updated since the last pass. Raises `RankError` if a gradient is unused."""
         super().before_pass()
         if (slot := self._unused()) is not None:
             raise _second_pass(slot)
@@ -200,12 +199,12 @@ class Shards(Delivery):
         self._owed.clear()
         self._scatter()
         for first, second in self._gathered:
-            self.messages.wait(first)  # of parameters in no optimizer, may be in flight, in memory that is freed now
+            self.messages.wait(first)  # a message without an optimizer may be in flight in memory that is freed now
             self.messages.wait(second)
             self._check_marks(second)
             self._free(second)
         for bucket in self._averaged:
-            if bucket.owner < 0:  # they were not written
+            if bucket.owner < 0:  # their values were not written back
                 for shard in self._of[bucket]:
                     shard.leave()
         self._averaged.clear()
@@ -219,11 +218,11 @@ class Shards(Delivery):
         self._check_answers()
 
     def packed(self, slots: Iterable[Slot]) -> None:
-        """Note gradients that are to be taken from their parameters, as soon as autograd has let go of them."""
+        """Note gradients that will be taken from their parameters as soon as autograd has released them."""
         self._packed += slots
 
     def after_accumulation(self) -> None:
-        """Take gradients that were packed, unless something else holds them."""
+        """Take packed gradients from their parameters, unless something else holds them."""
         packed, self._packed = self._packed, []
         for slot in packed:
             with gate.invisible():
@@ -232,7 +231,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the other gradients that were sent. Raises `RankError` if something else holds one of them."""
+        """Take the remaining gradients that were sent. Raises `RankError` if something else holds one of them."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
@@ -256,14 +255,14 @@ class Shards(Delivery):
             slot.check_cleared()
 
     def _scatter(self, before: Bucket | None = None) -> None:
-        """Send the reduce_scatters that the plan has before an all_gather, or all of them."""
+        """Launch the reduce_scatters that come before an all_gather in the plan, or all of them."""
         while self._late and (before is None or self._late[0].index < before.index):
             self.launch(self._late.popleft())
 
     # ---- gradients ----------------------------------------------------------------
 
     def deliver(self, slots: Iterable[Slot]) -> None:
-        """Do nothing: averages stay where they are."""
+        """Do nothing: averages stay in their buckets."""
 
     def _read_gradient(self, slot: Slot) -> None:
         raise RankError(
@@ -273,7 +272,7 @@ class Shards(Delivery):
         )
 
     def _average(self, bucket: Bucket) -> None:
-        """Wait for the averages of a bucket; they become the gradients of its shards, unless no rank had one."""
+        """Wait for the averages of a bucket, and give them to its shards as gradients if any rank had a gradient."""
         if bucket in self._averaged:
             return
         self.messages.wait(bucket)
@@ -290,7 +289,7 @@ class Shards(Delivery):
         self._averaged.add(bucket)
 
     def _find_gradients(self, bucket: Bucket) -> None:
-        """Find out for which shards another rank had a gradient, where this one had none (see `_receive`)."""
+        """Find out which gradients that are missing on this rank exist on another rank (see `_receive`)."""
         alone = self._device.type == "cpu" or self.messages.in_backward
         sent = [b for b in self._scattered if b not in self._averaged and b not in self._late]
         flags = {}
@@ -303,9 +302,10 @@ class Shards(Delivery):
         self._ask(flags)
 
     def averaged(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
-        """This rank's shards that have averaged gradients, of one optimizer, or of all and of none.
+        """Return this rank's shards that have averaged gradients: the shards of one optimizer, or all of them.
 
-        Raises `RankError` if nothing was averaged since the last step.
+        Without `optimizer`, this includes the shards of parameters that no optimizer has. Raises `RankError` if nothing
+        was averaged since the last step.
         """
         owners = set(self._owed) if optimizer is None else {self.optimizers.index(optimizer)} & self._owed
         if not owners:
@@ -319,17 +319,17 @@ class Shards(Delivery):
         return found
 
     def of(self, optimizer: Optimizer) -> list[Shard]:
-        """This rank's shards of an optimizer's parameters."""
+        """Return this rank's shards of an optimizer's parameters."""
         owner = self.optimizers.index(optimizer)
         return [shard for bucket in self._scattered if bucket.owner == owner for shard in self._of[bucket]]
 
     def slots_of(self, optimizer: Optimizer) -> list[Slot]:
-        """The optimizer's parameters that are sharded."""
+        """Return the optimizer's parameters that are sharded."""
         owner = self.optimizers.index(optimizer)
         return [slot for slot in self.slots if slot.owner == owner]
 
     def agree_on(self, found_inf: dict[torch.device, Tensor]) -> None:
-        """Let every rank know, on each device, whether any rank has found an infinite gradient."""
+        """Tell every rank, for each device, whether any rank has found an infinite gradient."""
         devices = list(dict.fromkeys(slot.parameter.device for slot in self.slots))
         for device in devices:
             found_inf.setdefault(device, torch.zeros(1, device=device))
@@ -339,7 +339,7 @@ class Shards(Delivery):
             found_inf[device].copy_(number)
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm from before."""
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before clipping."""
         if not norm_type > 0:
             raise InputError(f"norm_type: {norm_type:g} with a sharded plan (expected a positive number)")
         flat = self.averaged()
@@ -357,7 +357,7 @@ class Shards(Delivery):
     # ---- step ----------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        """Update this rank's shards of the optimizer's parameters now, with its hooks; the new values arrive later."""
+        """Update this rank's shards of the optimizer's parameters, and run its hooks; the new values arrive later."""
         mine: list[Slot] = []
 
         def step(_: Optimizer) -> None:
@@ -381,10 +381,10 @@ class Shards(Delivery):
         self._update(now)
 
     def _step(self, optimizer: Optimizer, base: type[Optimizer]) -> list[Slot]:
-        """Update the shards of the optimizer's parameters, send the new values, and return who waits for them.
+        """Update the shards of the optimizer, send the new values, and return the parameters that wait for them.
 
-        Nothing happens if nothing was sent since the last step. Raises
-        `RankError` if there are gradients that were not averaged.
+        Nothing happens if nothing was sent since the last step. Raises `RankError` if there are gradients that were not
+        averaged.
         """
         owner = self.optimizers.index(optimizer)
         mine = self.slots_of(optimizer)
@@ -398,7 +398,7 @@ class Shards(Delivery):
             )
         with without_overrides():
             for slot in mine:
-                if not slot.has_grad:  # what is there was not sent, and is not up to date
+                if not slot.has_grad:  # the gradient in `.grad` was not sent, and is not up to date
                     slot.check_cleared()
         update = Update(optimizer, base)
         todo = deque(bucket for bucket in self._scattered if bucket.owner == owner)
@@ -412,7 +412,7 @@ class Shards(Delivery):
         return mine
 
     def _update_shards(self, todo: deque[Bucket], update: Update) -> None:
-        """Wait for the first of these reduce_scatters, and update the shards of all that have arrived."""
+        """Wait for the first reduce_scatter in `todo`, and update the shards of all that have arrived."""
         self.messages.wait(todo[0])
         here = []
         while todo and todo[0].has_arrived and todo[0] not in self._late:
@@ -427,7 +427,7 @@ class Shards(Delivery):
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values, and drop or zero its gradient if the parameter's was."""
+        """Give a shard its values. A gradient that the program has dropped or zeroed is dropped or zeroed here, too."""
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:
@@ -440,7 +440,7 @@ class Shards(Delivery):
                 shard.flat.grad = None
 
     def _write(self, bucket: Bucket) -> None:
-        """Write the values of the shards into the chunk, in place of their gradients, and let go of them."""
+        """Write the values of the shards into the chunk, in place of their gradients, and release the shards."""
         self._allocate(bucket)
         with gate.invisible():
             shards = self._of[bucket]
@@ -450,7 +450,7 @@ class Shards(Delivery):
                 shard.leave()
 
     def _gather(self, first: Bucket, second: Bucket, mark: float) -> None:
-        """Send the values of a bucket's parameters, and whether they were updated."""
+        """Send the values of a bucket's parameters, with a mark that says whether they were updated."""
         assert first.marks is not None
         first.marks[self._rank] = mark
         self._marked[second] = mark
@@ -463,7 +463,7 @@ class Shards(Delivery):
         self._wait_for(slots)
 
     def _apply(self, slots: Sequence[Slot]) -> None:
-        """Take the new values of these parameters, which have arrived."""
+        """Copy the new values, which have arrived, into these parameters."""
         for bucket in dict.fromkeys(bucket for slot in slots for bucket in slot.buckets):
             self._check_marks(bucket)
         whole = [slot for slot in slots if len(slot.slices) == 1]
@@ -481,7 +481,7 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Find out which ranks have updated their chunks of a message: at once, or when a device has told the host."""
+        """Fetch the marks that say which ranks have updated their chunks. On a CPU, check them at once."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return
@@ -491,7 +491,7 @@ class Shards(Delivery):
             self._check_answers()
 
     def _check_answers(self) -> None:
-        """Raise `RankError` if some ranks have updated their chunks of a message, and others have not."""
+        """Raise `RankError` if only some of the ranks have updated their chunks of a message."""
         answers, self._answers = self._answers, []
         for (label, mine, _), told in zip(answers, Fetched.values([a for *_, a in answers]), strict=True):
             marks = told.abs().tolist()
@@ -504,14 +504,14 @@ class Shards(Delivery):
 
 
 class GradScaler(SubstituteScaler):
-    """A `torch.amp.GradScaler`, with its arguments, for sharded optimizers too.
+    """A `torch.amp.GradScaler`, with the same arguments, that also works with sharded optimizers.
 
-    A rank sees infinite gradients in its own shards only; here all ranks skip a
-    step, and change the scale, if any of them has found one.
+    Each rank sees only the infinite gradients in its own shards. With this scaler, all ranks skip a step, and change
+    the scale, if any rank has found one.
     """
 
     def substitutes(self, optimizer: Optimizer) -> Any:
-        """The shards of the optimizer's parameters, if they are sharded."""
+        """Return the optimizer or, if it is sharded, a stand-in with this rank's shards as parameters."""
         shards = shards_of(optimizer)
         if shards is None:
             return optimizer
@@ -519,24 +519,24 @@ class GradScaler(SubstituteScaler):
         return SimpleNamespace(param_groups=[{"params": shards.averaged(optimizer) + others}])
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-        """Tell all ranks."""
+        """Tell all ranks whether any rank has found an infinite gradient."""
         shards = shards_of(optimizer)
         if shards is not None:
             shards.agree_on(found_inf)
 
 
 def _parameters(optimizer: Optimizer) -> list[int]:
-    """The parameters of an optimizer, by `id()`."""
+    """Return the ids of an optimizer's parameters."""
     return [id(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def shards_of(optimizer: Any) -> Shards | None:
-    """The shards of the optimizer's parameters, if they are sharded now."""
+    """Return the shards of the optimizer's parameters; None if they are not sharded now."""
     return next((r.shards for r in reducers_of(optimizer) if r.shards is not None), None)
 
 
 def _check_unused(slots: Sequence[Slot]) -> None:
-    """Raise `RankError` if there are gradients, for a step that comes without a backward pass that was sent."""
+    """Raise `RankError` if there are gradients, because no backward pass before this step has sent them."""
     with without_overrides():
         for slot in slots:
             if slot.parameter.grad is not None:
@@ -554,7 +554,7 @@ def _second_pass(slot: Slot) -> RankError:
 
 
 def _own(bucket: Bucket, rank: int, ranks: int) -> list[Shard]:
-    """The shards of a rank in a bucket."""
+    """Return the shards of a rank in a bucket."""
     first = bucket.buffer.storage_offset()
     chunk = bucket.buffer.numel() // ranks
     shards = []
@@ -564,7 +564,7 @@ def _own(bucket: Bucket, rank: int, ranks: int) -> list[Shard]:
             assert piece.flag is not None
             flag = int(piece.flag.storage_offset() - first) - rank * chunk
             flat = nn.Parameter(piece.view.new_empty(0))
-            # For optimizers that treat some alike.
+            # For optimizers that treat parameters differently.
             flat.shard_of = piece.slot.parameter  # pyrefly: ignore[missing-attribute]
             shards.append(Shard(piece, int(at) - rank * chunk, flag, flat))
     return shards

@@ -1,4 +1,4 @@
-"""The states of sharded optimizers: gathered as states of whole parameters, and divided again."""
+"""The states of sharded optimizers: gathered into states of whole parameters, and divided again."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["is_elementwise", "take_state", "uneven", "whole_state"]
 
 State = dict[Any, dict[str, Any]]
 
-#: How a rank describes an entry of a state: a value for each element, a tensor that is one number, next to the
-#: parameter or on the CPU, or a plain value.
+#: The kinds of entries of a state: one value for each element; a tensor with one number, on the parameter's device or
+#: on the CPU; or a plain value.
 _ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the CPU", "value"
-#: Entries that are one number even if the parameter is one, too.
+#: Entries that are one number for the whole parameter, even if the parameter has no dimensions either.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
-    """The state of the optimizer, of whole parameters; if it is sharded, all ranks have to call this, and get all.
+    """Return the optimizer's state for whole parameters.
 
-    Raises `RankError` if one of them does not.
+    If the state is sharded, all ranks must call this, and each of them gets the whole state. Raises `RankError` if one
+    of them does not call it.
     """
     if shards is None or optimizer not in shards.optimizers:
         return vars(optimizer).get("state")
@@ -45,7 +46,7 @@ def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
 
 
 def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any], wait: Callable[[Any], None]) -> State:
-    """The state of whole parameters, from what each rank knows of its shards."""
+    """Return the state of whole parameters, from what each rank knows of its shards."""
     known: dict[str, dict[str, Any]] = {}
     for told in gather_bytes(json.dumps(facts).encode(), shards.group, wait):
         for name, entries in json.loads(told):
@@ -67,13 +68,13 @@ def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any],
 
 
 def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
-    """Give the optimizer a state of whole parameters, or this rank's shards of it."""
+    """Give the optimizer a state of whole parameters; a sharded optimizer keeps only this rank's shards of it."""
     if shards is None:
         if whole is not vars(optimizer).get("state"):
             vars(optimizer)["state"] = defaultdict(dict, whole)
         return
     whole = whole or {}
-    # Not those that were added since the last pass.
+    # Parameters that were added since the last pass are not sharded yet.
     mine = {slot.parameter: slot.name for slot in shards.slots_of(optimizer)}
     state: State = _ShardedState(mine)
     state.update({key: entries for key, entries in whole.items() if key not in mine})
@@ -84,7 +85,7 @@ def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
 
 
 class _ShardedState(dict[Any, dict[str, Any]]):
-    """The state of a sharded optimizer, by its shards and by parameters that are not sharded."""
+    """The state of a sharded optimizer: its keys are this rank's shards, and the parameters that are not sharded."""
 
     def __init__(self, sharded: dict[nn.Parameter, str]) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _ShardedState(dict[Any, dict[str, Any]]):
 
 
 def is_elementwise(shard: Shard, value: Any) -> bool:
-    """Return whether an entry of the state of a shard has a value for each of its elements."""
+    """Return whether an entry of a shard's state has one value for each element of the shard."""
     return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
 
 
@@ -119,14 +120,14 @@ def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
 
 
 def uneven(shard: Shard, key: str) -> InputError:
-    """The error for an entry that has neither one value nor one for each element."""
+    """Return the error for an entry that is neither one value nor one value for each element."""
     return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
 
 
 def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
     kind, dtype, value = fact
     if kind == _ELEMENTS:
-        with without_overrides():  # strides are the parameter's, as in torch's own states
+        with without_overrides():  # with the parameter's strides, as in torch's own states
             return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
     if kind == _VALUE:
         return value
@@ -134,7 +135,7 @@ def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
 
 
 def _part(shard: Shard, key: str, value: Any) -> Any:
-    """This rank's part of an entry of the state of a whole parameter."""
+    """Return this rank's part of an entry of a whole parameter's state."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == shard.piece.slot.parameter.shape and (value.dim() or key not in _NUMBERS):

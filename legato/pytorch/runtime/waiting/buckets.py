@@ -1,8 +1,7 @@
 """The buckets of a plan for one model: a flat buffer for each message, and the place of every gradient in it.
 
-A `Bucket` is what `DistributedDataParallel` calls a bucket, with one difference:
-a gradient may be partitioned among several buckets. `Slot` is the state of one
-parameter.
+A `Bucket` is what `DistributedDataParallel` calls a bucket, with one difference: a gradient may be partitioned among
+several buckets. A `Slot` has the state of one parameter.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ __all__ = [
     "make_buckets",
 ]
 
-#: The dtypes of formats in which float32 may travel.
+#: The dtypes of the wire formats for float32 gradients.
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The stages of a parameter between two backward passes.
 IDLE = "idle"  # parameter and gradient are up to date
-SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
+SENT = "sent"  # the gradient was sent; `optimizer.step()` was not called yet
 PENDING = "pending"  # `optimizer.step()` was called; the update is not applied yet
-UPDATING = "updating"  # the update is being applied, and other threads have to wait
-#: What is known of a gradient in a backward pass that sends.
-AWAITED = "awaited"  # nothing
-EARLY = "early"  # a compiled graph has handed it out, and it was taken before autograd has added it
+UPDATING = "updating"  # the update is being applied; other threads have to wait
+#: The states of a gradient in a backward pass that sends.
+AWAITED = "awaited"  # it has not arrived yet
+EARLY = "early"  # a compiled graph has handed it over, and autograd has not added it yet
 ARRIVED = "arrived"
-ABSENT = "absent"  # this rank has none
+ABSENT = "absent"  # this rank has no gradient
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One trained parameter, and what remains to be done for it.
+    """One trained parameter, and the work that remains to be done for it.
 
     Only the `mark_...` methods assign `stage` and `update`.
     """
@@ -65,34 +64,34 @@ class Slot:
     plain_class: type
     nbytes: int
     order: tuple[int, ...] | None = (
-        None  # in a sharded plan: its dimensions as they lie in memory, if not in their order
+        None  # in a sharded plan: the dimensions in the order of memory, if that is not their own order
     )
-    slices: list[BucketSlice] = field(default_factory=list)  # in the order of their elements
-    buckets: list[Bucket] = field(default_factory=list)  # those that hold a slice of it, in the plan's order
+    slices: list[BucketSlice] = field(default_factory=list)  # sorted by their elements
+    buckets: list[Bucket] = field(default_factory=list)  # the buckets that hold a slice of it, in the plan's order
     parts: dict[int, list[BucketSlice]] = field(default_factory=dict)  # its slices, by the index of their bucket
-    to_pack: int = 0  # number of buckets into which its gradient has still to be packed in this backward pass
-    whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
-    is_apart: bool = False  # `whole` is no view of them, but memory of its own, of a gradient that is not in one place
+    to_pack: int = 0  # the number of buckets into which the gradient is still to be packed in this pass
+    whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if its slices are not adjacent
+    is_apart: bool = False  # whether `whole` has its own memory, because the slices are not adjacent in the buckets
     gradient: str = AWAITED
-    offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
-    kept: int = 0  # how often the offered gradient was the one that arrived; -1 if another one did
+    offered: tuple[int, int] | None = None  # address and version of the gradient that a compiled graph handed over
+    kept: int = 0  # how often the offered gradient itself arrived; -1 once another gradient did
     taken: Tensor | None = None  # an EARLY gradient, until it is packed or arrives
-    was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
-    gate: Any = None  # what the gate of the parameter has to know
+    was_read: bool = False  # whether its gate has seen a read in a watched forward pass
+    gate: Any = None  # the data of the parameter's gate
     stage: str = IDLE
-    update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
-    zero_after: Callable[[nn.Parameter], None] | None = None  # what `zero_grad()` does to the gradient, once it is used
-    zeroed: bool = False  # a gradient that was sent was set to zero, under a sharded plan
-    spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
+    update: Update | None = None  # the call of `step()` whose update a PENDING parameter awaits
+    zero_after: Callable[[nn.Parameter], None] | None = None  # what `zero_grad()` does to the gradient after its use
+    zeroed: bool = False  # under a sharded plan: whether the gradient was zeroed after it was sent
+    spent: Tensor | None = None  # the stand-in in `.grad` after a sharded optimizer has taken the gradient
 
     @property
     def owner(self) -> int:
-        """In a sharded plan: the place of the optimizer that has the parameter; -1 if none has."""
+        """Return the index of the parameter's optimizer in a sharded plan; -1 if it has none."""
         return self.buckets[-1].owner
 
     @property
     def has_grad(self) -> bool:
-        """Return whether this rank has a gradient to send in this backward pass, or had one in the last."""
+        """Return whether this rank has a gradient to send in this backward pass, or had one in the last pass."""
         return self.gradient == ARRIVED or self.gradient == EARLY
 
     def begin_pass(self, lends: bool) -> None:
@@ -102,10 +101,10 @@ class Slot:
         self.to_pack = len(self.parts)
         lent = lends and self.whole is not None and not self.is_apart
         if lent and self.whole.data_ptr() != self.slices[0].view.data_ptr():  # pyrefly: ignore[missing-attribute]
-            self.whole = _whole(self)  # the user has given it other memory (`p.grad.data = ...`)
+            self.whole = _whole(self)  # the user has given the gradient other memory (`p.grad.data = ...`)
 
     def keep_apart(self) -> Iterator[Tensor]:
-        """Give the gradient memory of its own if it is not in one place of the buckets; yield a view of it."""
+        """Give the gradient its own memory unless its slices are adjacent in the buckets; yield a view of it."""
         self.is_apart = self.whole is None
         if self.is_apart:
             self.whole = torch.zeros_like(self.parameter, requires_grad=False)
@@ -113,35 +112,35 @@ class Slot:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
+        """Return whether a sharded optimizer has taken the gradient. Use this only where gates are disabled."""
         spent = self.spent
         return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
     def spend(self) -> None:
-        """Take the gradient, for a sharded optimizer; what is there instead is a NaN without memory of its own."""
+        """Take the gradient for a sharded optimizer, and leave a NaN without memory of its own in its place."""
         with without_overrides():
-            if self.spent is None:  # one number in memory, but no view: it can be detached and zeroed in place
+            if self.spent is None:  # one number in memory, but not a view, so it can be detached and zeroed in place
                 p = self.parameter
                 self.spent = torch.empty_strided(p.shape, [0] * p.dim(), dtype=p.dtype, device=p.device)
             if _is_overwritten(self.spent):
                 self.spent.fill_(math.nan)
-                # For later plans, too.
+                # An attribute of the tensor, so that later plans see it too.
                 self.spent._legato_spent = version_of(self.spent)  # pyrefly: ignore[missing-attribute]
             self.parameter.grad = self.spent
 
     def clear_spent(self) -> None:
-        """Give a gradient that was taken, and then zeroed by the program itself, memory of its own."""
+        """Give a gradient its own memory if it was taken, and the program itself has zeroed it since."""
         with without_overrides():
             if self.parameter.grad is self.spent is not None and not self.is_spent:
                 self.zero(set_to_none=False)
 
     def find_spent(self) -> None:
-        """Notice a gradient that was taken under the plan before."""
+        """Find out whether the gradient was taken under the previous plan."""
         if hasattr(self.parameter.grad, "_legato_spent"):
             self.spent = self.parameter.grad
 
     def zero(self, set_to_none: bool) -> None:
-        """Do what `zero_grad` does, also to a gradient that was taken, without waiting for the parameter."""
+        """Do what `zero_grad` does, even to a gradient that was taken, without waiting for the parameter."""
         self.zeroed = not set_to_none
         with without_overrides():
             if self.parameter.grad is self.spent is not None:
@@ -159,11 +158,11 @@ class Slot:
             )
 
     def offer(self, grad: Tensor) -> None:
-        """Note the gradient that a compiled graph hands out."""
+        """Note the gradient that a compiled graph hands over."""
         self.offered = _identity(grad)
 
     def compare(self, grad: Tensor | None) -> None:
-        """Compare a gradient that arrives with the one that was offered; `RankError` if another one was sent."""
+        """Compare a gradient that arrives with the offered one. Raises `RankError` if the wrong gradient was sent."""
         kept = grad is not None and _identity(grad) == self.offered
         self.kept = self.kept + 1 if kept else -1
         self.offered = None
@@ -178,7 +177,7 @@ class Slot:
         self.stage = SENT
 
     def mark_stepped(self, update: Update | None = None) -> None:
-        """Enter PENDING: `optimizer.step()` was called. `update` is None where other processes do it."""
+        """Enter PENDING: `optimizer.step()` was called. `update` is None if other processes update the parameter."""
         self.stage, self.update, self.zero_after = PENDING, update, None
 
     def mark_updating(self) -> None:
@@ -190,11 +189,11 @@ class Slot:
         self.stage, self.update = IDLE, None
 
     def ordered(self, tensor: Tensor) -> Tensor:
-        """A view of a tensor like the parameter, with its dimensions in the order in which slices count elements."""
+        """Return a view of a tensor shaped like the parameter, with its dimensions in the order used by slices."""
         return tensor if self.order is None else tensor.permute(self.order)
 
     def unpack_into(self, tensor: Tensor) -> None:
-        """Copy the elements of all slices into a tensor like the parameter, which may have any strides."""
+        """Copy the elements of all slices into a tensor that is shaped like the parameter and may have any strides."""
         tensor = self.ordered(tensor)
         flat = None if tensor.is_contiguous() else tensor.contiguous()
         target = tensor if flat is None else flat
@@ -204,13 +203,13 @@ class Slot:
             tensor.copy_(flat)
 
     def release(self) -> None:
-        """Release the buckets for good: slots and buckets refer to each other, which would keep their memory."""
+        """Release the buckets. Slots and buckets refer to each other, which would keep their memory alive."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
 
 
 def _is_overwritten(spent: Tensor) -> bool:
-    """Return whether the stand-in for a taken gradient was replaced or changed since."""
+    """Return whether the stand-in for a taken gradient has been replaced or changed."""
     return version_of(spent) != getattr(spent, "_legato_spent", -1)
 
 
@@ -222,57 +221,56 @@ class BucketSlice:
     bucket: Bucket
     start: int
     stop: int
-    view: Tensor  # a view of the bucket's buffer: flat, or shaped like the parameter (`ordered`) if it holds all of it
-    flag: Tensor | None  # one element: the number of ranks that had a gradient; in the parameter's first slice only,
-    # or, in a sharded plan, in each
-    whole: bool  # whether it holds all elements of the parameter
+    view: Tensor  # a view of the bucket's buffer: flat, or shaped like the parameter (`ordered`) if it is `whole`
+    flag: Tensor | None  # the element that counts the ranks with a gradient; only the parameter's first slice has one,
+    # but every slice in a sharded plan
+    whole: bool  # whether the slice holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of a tensor that is shaped like the parameter, in the order of the slice."""
+        """Return the slice's elements of a tensor that is shaped like the parameter, in the order of the slice."""
         tensor = self.slot.ordered(tensor)
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """A message of the plan: its buffer, what is packed into it, and its progress.
+    """A message of the plan: its buffer, its slices, and its progress.
 
-    The bucket of an all_gather shares the buffer of its reduce_scatter, and
-    nothing is packed into it. In a sharded plan all parameters of a bucket have
-    the same `owner`: an optimizer.
+    The bucket of an all_gather shares the buffer of its reduce_scatter, and nothing is packed into it. In a sharded
+    plan all parameters of a bucket have the same `owner`, which is the index of an optimizer.
     """
 
     message: Message
     buffer: Tensor
-    index: int = -1  # its place in the plan's order
+    index: int = -1  # its position in the plan
     slices: list[BucketSlice] = field(default_factory=list)
-    scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
-    gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
-    slots: int = 0  # number of parameters in it
-    last_of: list[Slot] = field(default_factory=list)  # slots whose last bucket it is
-    flags: Tensor | None = None  # the elements that count ranks, in one piece; in a sharded plan [rank, element]
-    marks: Tensor | None = None  # in a sharded plan [rank]: whether the rank has updated its chunk
-    owner: int = -1  # in a sharded plan: the number of the optimizer of its parameters; -1 if they have none
-    missing: int = 0  # number of parameters whose gradients have not arrived yet
-    arrived: list[Slot] = field(default_factory=list)  # those whose gradients have arrived and are not packed yet
-    waiting_bytes: int = 0  # of these
-    residual: Tensor | None = None  # what this rank's roundings to its format have taken, of all elements of the buffer
-    writable: bool = False  # in this backward pass its buffer can be written
+    scattered: Bucket | None = None  # the reduce_scatter, if this is an all_gather
+    gathered: Bucket | None = None  # the all_gather, if this is a reduce_scatter
+    slots: int = 0  # the number of parameters in it
+    last_of: list[Slot] = field(default_factory=list)  # the slots for which this is the last bucket
+    flags: Tensor | None = None  # the elements that count ranks, adjacent; in a sharded plan [rank, element]
+    marks: Tensor | None = None  # in a sharded plan, for each rank: whether it has updated its chunk
+    owner: int = -1  # in a sharded plan: the index of its parameters' optimizer; -1 if they have none
+    missing: int = 0  # the number of parameters whose gradients have not arrived yet
+    arrived: list[Slot] = field(default_factory=list)  # slots with gradients that have arrived but are not packed
+    waiting_bytes: int = 0  # the bytes of the gradients of `arrived`
+    residual: Tensor | None = None  # for each element of the buffer: what rounding has removed on this rank
+    writable: bool = False  # whether its buffer can be written in this backward pass
     work: Any = None  # the collective in flight
 
     @property
     def label(self) -> str:
-        """Its first tensor and the number of the others, for error messages and timelines."""
+        """Return the first tensor and the number of further ones, for error messages and timelines."""
         slices = self.message.slices
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
     @property
     def has_arrived(self) -> bool:
-        """Return whether no collective of it is in flight."""
+        """Return whether no collective of this bucket is in flight."""
         return self.work is None or self.work.is_completed()
 
     def release(self) -> None:
-        """Let go of the memory for good."""
+        """Release the memory for good."""
         self.buffer, self.flags, self.marks, self.residual = self.buffer.new_empty(0), None, None, None
         self.slices, self.last_of, self.arrived = [], [], []
         self.scattered = self.gathered = self.work = None
@@ -286,10 +284,9 @@ def make_buckets(
 ) -> tuple[list[Slot], list[Bucket]]:
     """Make the slots of these parameters and the buckets of a plan, in the plan's order.
 
-    A message with several dtypes, devices or owners becomes one bucket for each
-    of them. Raises `PlanError` if the plan is for another model, splits an
-    element, or has an all_gather whose slices are not one earlier
-    reduce_scatter's.
+    A message with several dtypes, devices or owners becomes several buckets, one for each combination. Raises
+    `PlanError` if the plan is for another model or splits an element, or if no earlier reduce_scatter has the same
+    slices as an all_gather.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes).difference(*(message.tensors for message in plan.messages))
@@ -321,7 +318,7 @@ def make_buckets(
 
 
 def _connect(slots: Iterable[Slot], buckets: Iterable[Bucket], sharded: bool) -> None:
-    """Tell each slot the buckets that it is in, and each bucket the slots of which it is the last one."""
+    """Give each slot the list of its buckets, and each bucket the list of slots for which it is the last bucket."""
     for bucket in buckets:
         for slot in dict.fromkeys(piece.slot for piece in (bucket.scattered or bucket).slices):
             slot.buckets.append(bucket)
@@ -335,7 +332,7 @@ def _connect(slots: Iterable[Slot], buckets: Iterable[Bucket], sharded: bool) ->
 
 
 def check_plan(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
-    """Raise what `make_buckets` raises, without memory for buckets."""
+    """Raise the errors that `make_buckets` would raise, without allocating buckets."""
     without_memory = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
     make_buckets(plan, without_memory, ranks)
 
@@ -347,9 +344,9 @@ def _uniform(
     owner_of: Callable[[nn.Parameter], int],
     sharded: bool,
 ) -> list[Message]:
-    """Message i of the plan, split by dtype, device and owner; what is not float32 travels as it is.
+    """Split message i of the plan by dtype, device and owner. Only float32 gradients keep the message's wire format.
 
-    In a sharded plan, tensors are cut only where updates of the parts compute what updates of the whole do.
+    In a sharded plan, a tensor is cut only where updating the parts gives the same result as updating the whole.
     """
     groups: dict[tuple[torch.dtype, torch.device, int], list[Slice]] = {}
     for piece in message.slices:
@@ -366,7 +363,7 @@ def _uniform(
 
 
 def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
-    """The bucket of an all_gather, which belongs to a reduce_scatter before it."""
+    """Return the bucket of an all_gather, after checking that it matches an earlier reduce_scatter."""
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
         raise PlanError(f"messages[{i}]: an all_gather whose slices are not one earlier reduce_scatter's")
@@ -386,13 +383,13 @@ def _placed(
     ranks: int,
     slots: dict[str, Slot],
 ) -> list[Bucket]:
-    """The buckets of messages that have buffers; in a reduce_scatter every rank has the same number of elements."""
+    """Return the buckets of messages with their own buffers. A reduce_scatter gives each rank equally many elements."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
         for message, first in zip(messages, firsts, strict=True)
     ]
-    # What travels in another format is copied out of its buffer anyway.
+    # A gradient in a wire format is copied out of its buffer anyway, so it needs no place next to another buffer.
     layouts = [
         layout if message.wire is None else layout._replace(joins=None, leaves=None)
         for message, layout in zip(messages, layouts, strict=True)
@@ -411,7 +408,7 @@ def _placed(
 def _sharded(
     messages: list[Message], parameters: Mapping[str, nn.Parameter], ranks: int, slots: dict[str, Slot]
 ) -> list[Bucket]:
-    """The buckets of the reduce_scatters of a sharded plan."""
+    """Return the buckets of a sharded plan's reduce_scatters."""
     buckets = []
     for message in messages:
         first = parameters[message.slices[0].tensor]
@@ -425,7 +422,7 @@ def _sharded(
 
 
 def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
-    """A buffer of zeros for each layout, of these dtypes and devices."""
+    """Return a buffer of zeros for each layout; `kinds` are the dtypes and devices."""
     buffers: dict[int, Tensor] = {}
     for chain in chains(layouts):
         dtype, device = kinds[chain[0]]
@@ -436,7 +433,7 @@ def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtyp
 
 
 def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
-    """The bucket of a message that has its own buffer."""
+    """Return the bucket of a message that has its own buffer."""
     bucket = Bucket(message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
@@ -455,9 +452,9 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
 
 
 def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """The dimensions of a parameter in the order of its memory, if it is dense there, and if this is another order.
+    """Return a parameter's dimensions in the order of memory; None if they are in order already, or not dense.
 
-    A kernel that updates the whole parameter goes by its memory, and so does that which updates a part.
+    A kernel that updates a whole parameter goes through its memory in order, so a kernel that updates a part must, too.
     """
     if parameter.is_contiguous():
         return None
@@ -467,7 +464,7 @@ def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
 
 
 def _whole(slot: Slot) -> Tensor | None:
-    """The whole gradient as one view with the parameter's strides, if its slices are adjacent; else None."""
+    """Return the whole gradient as one view with the parameter's strides; None if its slices are not adjacent."""
     views = [piece.view for piece in slot.slices]
     for a, b in itertools.pairwise(views):
         together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -480,5 +477,5 @@ def _whole(slot: Slot) -> Tensor | None:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int]:
-    """Tells whether a tensor is the same as before, without a reference, which would make autograd copy it."""
+    """Return values that identify a tensor without a reference to it, which would make autograd copy it."""
     return tensor.data_ptr(), version_of(tensor)

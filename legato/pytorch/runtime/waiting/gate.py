@@ -1,17 +1,15 @@
-"""Gates: a parameter that is not up to date makes the first operation that reads it wait.
+"""Gates: the first operation that reads an outdated parameter waits until the parameter is up to date.
 
-[Note: gates] Hooks on modules miss functional use of a parameter
-(`nn.MultiheadAttention`, `F.linear(x, model.other.weight)`), so the gate is
-installed on the parameter itself: its class is swapped for `GatedParameter`,
-whose `__torch_function__` sees every operation on it from Python. The first
-operation that reads the parameter brings it up to date and swaps the class
-back; from then on reading costs nothing extra. While only the *gradient* is in
-flight (before `optimizer.step()`) the value is current, and only access to
-`.grad` waits. Questions about shape, dtype and the like never wait.
+[Note: gates] Hooks on modules miss functional use of a parameter (`nn.MultiheadAttention`, `F.linear(x,
+model.other.weight)`), so the gate is installed on the parameter itself: its class is swapped for `GatedParameter`,
+whose `__torch_function__` sees every operation on it from Python. The first operation that reads the parameter brings
+it up to date and swaps the class back; from then on reading costs nothing extra. While only the *gradient* is in flight
+(before `optimizer.step()`), the value is current, and only access to `.grad` waits. Access to shape, dtype and other
+metadata never waits.
 
-[Note: constructors] Functions that make a tensor of any data (`torch.overrides.get_ignored_functions`
-has them), and the transforms of `torch.func`, read a parameter without asking its class. These
-functions are replaced by ones that bring their arguments up to date first.
+[Note: constructors] Functions that make a tensor from any data (listed in `torch.overrides.get_ignored_functions`), and
+the transforms of `torch.func`, read a parameter without asking its class. These functions are replaced by versions that
+bring their arguments up to date first.
 """
 
 from __future__ import annotations
@@ -60,7 +58,10 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 class _PlainToAsk(type(nn.Parameter)):
-    """`type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers ask; `is` sees the truth."""
+    """A metaclass for which `type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers require.
+
+    `type(p) is nn.Parameter` remains False.
+    """
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is nn.Parameter
@@ -70,7 +71,7 @@ class _PlainToAsk(type(nn.Parameter)):
 
 
 class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
-    """A parameter that the first operation that reads it brings up to date."""
+    """A parameter that is brought up to date by the first operation that reads it."""
 
     @classmethod
     def __torch_function__(
@@ -87,14 +88,14 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
                 copied = func == Tensor.detach and _makes_a_parameter(sys._getframe(1))
                 resolve(parameter, gradient=func in _GRAD or copied)
                 slot.was_read = slot.was_read or func not in _GRAD
-                if copied:  # its class is plain by now, and the new one's has to be the same
+                if copied:  # its class is plain by now, and the new parameter must have the same class
                     with without_overrides():
                         return Tensor._make_subclass(type(parameter), args[0])
         with without_overrides():
             return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
-        """Say what the plain parameter says."""
+        """Return the plain parameter's representation."""
         with _plain(self) as parameter:
             return repr(parameter)
 
@@ -110,14 +111,14 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # pyrefly: ignore[bad-override-param-name]
         """Pickle a plain parameter that is up to date."""
-        with _plain(self) as parameter:  # and its gate may come back before its attributes are written
+        with _plain(self) as parameter:  # a copy, because its gate may come back before its attributes are written
             plain = nn.Parameter(parameter.detach(), parameter.requires_grad)
             vars(plain).update(vars(parameter))
             return plain.__reduce_ex__(protocol)
 
 
 def _makes_a_parameter(caller: FrameType | None) -> bool:
-    """Return whether `nn.Parameter(...)` is the caller of a function, below modes such as a default device's."""
+    """Return whether `nn.Parameter(...)` called a function, ignoring modes in between (such as a default device's)."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
     return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
@@ -125,9 +126,10 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 
 @contextmanager
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
-    """The parameter, up to date, with its plain class; its gate comes back if its gradient has not arrived yet.
+    """Yield the parameter, up to date and with its plain class.
 
-    A copy of a parameter has no gradient.
+    Afterwards its gate comes back if its gradient has not arrived yet. A copy of the parameter needs no gate, because
+    it has no gradient.
     """
     slot = slot_of(parameter)
     assert slot is not None
@@ -145,12 +147,12 @@ def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
 
 
 def slot_of(parameter: GatedParameter) -> Slot | None:
-    """The slot of a parameter with a gate; None if another thread has just removed it."""
+    """Return the slot of a parameter with a gate; None if another thread has just removed the gate."""
     return cast(Slot | None, vars(parameter).get("_legato_gate", (None,))[0])
 
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
-    """Bring a parameter up to date, or its gradient too."""
+    """Bring a parameter up to date; with `gradient`, bring its gradient up to date as well."""
     slot, resolve_slot, _, look = vars(parameter).get("_legato_gate", (None, None, None, None))
     if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
         resolve_slot(slot)
@@ -159,9 +161,9 @@ def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
 
 
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
-    """Zero a gradient without waiting for it, if that is all that its reader wants: `p.grad = None`, or `zero_grad()`.
+    """Zero a gradient without waiting for it if the caller only wants this: `p.grad = None`, or `zero_grad()`.
 
-    `zero_grad` of a module or of an optimizer asks for each gradient only to see whether there is one.
+    `zero_grad` of a module or an optimizer reads each gradient only to see whether there is one.
     """
     zero = vars(parameter)["_legato_gate"][2]
     if zero is None or slot.stage not in (PENDING, SENT):
@@ -195,13 +197,13 @@ def install(
 ) -> None:
     """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
 
-    `zero(slot, set_to_none)` does what `zero_grad` does to a gradient that may be in flight, and reads of what is up to
-    date call `look()`.
+    `zero(slot, set_to_none)` does what `zero_grad` does, to a gradient that may be in flight. Reads of a parameter that
+    is up to date call `look()`.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
     if slot.plain_class is nn.Parameter:
-        if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
+        if slot.gate is None:  # made only once, because millions of small objects keep the garbage collector busy
             slot.gate = (slot, resolve, zero, look)
         slot.parameter._legato_gate = slot.gate  # pyrefly: ignore[missing-attribute]
         slot.parameter.__class__ = GatedParameter
@@ -214,21 +216,24 @@ def remove(slot: Slot) -> None:
 
 
 def hide(slot: Slot) -> None:
-    """Give a parameter that waits its plain class back: only a compiled graph reads it, and brings it up to date."""
+    """Give a waiting parameter its plain class back, because only a compiled graph reads it, and updates it first."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 
 
 class Constructors:
-    """See [Note: constructors]; `begin()` and `end()` may come several times, for several models."""
+    """A set of functions that are replaced while they are needed (see [Note: constructors]).
+
+    Several models may call `begin()` and `end()`.
+    """
 
     def __init__(self, names: dict[Any, tuple[str, ...]]) -> None:
         self._names = names
         self._users = 0
-        self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None where it was inherited
+        self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None for an inherited attribute
 
     def begin(self) -> None:
-        """Replace the constructors."""
+        """Replace the functions."""
         self._users += 1
         if self._users > 1:
             return
@@ -239,7 +244,7 @@ class Constructors:
                 setattr(owner, name, staticmethod(plain) if name in ("__new__", "_make_subclass") else plain)
 
     def end(self) -> None:
-        """Put the constructors back, unless another model needs them."""
+        """Restore the functions, unless another model still needs the replacements."""
         self._users -= 1
         if self._users:
             return
@@ -251,7 +256,7 @@ class Constructors:
         self._before.clear()
 
 
-#: Replaced while parameters wait: compilers know the functions themselves.
+#: Functions that are replaced only while parameters wait, because compilers recognize the original functions.
 functions = Constructors(
     {
         torch: (
@@ -263,7 +268,8 @@ functions = Constructors(
         **TRANSFORMS,
     }
 )  # fmt: skip
-#: Replaced while legato's passes run: each change of the class costs Python what it knows of the class.
+#: Methods that are replaced as long as legato runs passes, because each change of a class empties Python's caches for
+#: it.
 methods = Constructors({Tensor: ("__new__", "_make_subclass", "new_tensor", "new")})
 
 
@@ -279,7 +285,7 @@ def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class invisible:
-    """Compute without leaving a trace: not in the user's graph, and invisible to gates and dispatch modes."""
+    """A context for computing unseen by the user's autograd graph, by gates and by dispatch modes."""
 
     __slots__ = ("_gradients", "_modes", "_overrides")
 

@@ -1,11 +1,10 @@
-"""Finds the parameters and gradients that could be read past their gates: these may not wait.
+"""Finds the parameters and gradients that could be read past their gates, and keeps them from waiting.
 
-docs/runtime.md ("What may wait") has the ways to reach a parameter, and what notices each. In the
-first forward passes of training, a parameter may wait only if the first operation on it was seen by
-its gate: readers below Python call operators that a dispatch mode sees and a gate does not, or no
-operator at all. If anything is compiled there (a function, `torch.cond`), no parameter ever waits,
-unless each pass is one compiled graph, from the first line to the last: then its parameters wait for
-the graph, which brings them up to date.
+docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
+wait only if its gate saw the first operation on it in the first forward passes of training. Readers below Python call
+operators that a dispatch mode sees and a gate does not, or no operator at all. If anything is compiled in these passes
+(a function, `torch.cond`), no parameter ever waits. There is one exception: if each pass is one compiled graph, from
+the first line to the last, its parameters wait for the graph, which brings them up to date.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
 __all__ = ["ModuleCalls", "Readers", "gradient_is_held", "parameter_is_held", "settle_before_leaving", "state_is_held"]
 
-#: Forward passes in training that are watched before any update waits.
+#: The number of training forward passes that are watched before any update may wait.
 WATCHED = 2
 _log = logging.getLogger("legato")
 
 
 def _references(parameter: Tensor, _: Tensor | None) -> int:
-    """Return the references to the gradient's Python object, with or without one more."""
+    """Return the number of references to the gradient's Python object, as counted in this call."""
     grad = parameter.grad
     return sys.getrefcount(grad)
 
 
 def _alone() -> tuple[tuple[Any, ...], tuple[Any, ...], int, int]:
-    """The counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
+    """Return the counts of a parameter and a gradient that nothing else holds, in this version of torch and Python."""
 
-    def asked(parameter: Tensor, lent: Tensor | None) -> int:  # as in `gradient_is_held`
+    def asked(parameter: Tensor, lent: Tensor | None) -> int:  # asks in the same way as `gradient_is_held`
         grad = parameter.grad
         return _references(parameter, lent) if grad is not None else 0
 
@@ -70,14 +69,15 @@ _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _
 
 
 def parameter_is_held(parameter: nn.Parameter) -> bool:
-    """Return whether anything but the module and autograd has the parameter's tensor or memory, which may be of another
-    library; call it under `invisible`.
+    """Return whether anything except the module and autograd holds the parameter's tensor or memory.
+
+    The holder may be another library. Call this under `invisible`.
     """
     return uses(parameter) != _PARAMETER_ALONE
 
 
 def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter) -> bool:
-    """Return whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
+    """Return whether anything except the optimizer holds a parameter's state, or a tensor in this state."""
     entries = states.get(parameter)
     if entries is None:
         return False
@@ -86,14 +86,14 @@ def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter)
     return any(sys.getrefcount(value) > _STATE_REFERENCES for value in entries.values() if isinstance(value, Tensor))
 
 
-#: References from the state, from a variable here, and from the call that asks.
+#: The number of references from the state, from a local variable, and from the call of `getrefcount`.
 _STATE_REFERENCES = 3
 
 
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
-    """Return whether anything but the parameter has its gradient, or its memory; call it under `invisible`.
+    """Return whether anything except the parameter holds its gradient or the gradient's memory.
 
-    `lent` is the runtime's own view of a bucket, whose memory has other uses.
+    `lent` is the runtime's own view of a bucket; other views use the bucket's memory too. Call this under `invisible`.
     """
     grad = parameter.grad
     if grad is None:
@@ -104,7 +104,10 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
 
 
 class _Imported:
-    """Tells whether a module other than torch's has imported a function by name; asked again when its uses change."""
+    """Tells whether a module outside torch has imported a function by name.
+
+    The answer is looked up again when the number of references to the function changes.
+    """
 
     def __init__(self, function: Any) -> None:
         self._function, self._references, self._found = function, 0, False
@@ -117,17 +120,17 @@ class _Imported:
         return self._found
 
 
-#: It shows a parameter's memory to other libraries and asks no gate, unless it is called by its name in torch.
+#: `to_dlpack` gives a parameter's memory to other libraries. If a module has imported it by name, no gate notices.
 _to_dlpack = _Imported(getattr(torch.utils.dlpack, "to_dlpack"))  # noqa: B009
 
 
 class Readers:
     """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
 
-    `is_own(module)` says whether a module's forward pass is the training's. Parameters whose names are or match
-    one of `current` never wait. `read_gradients` is False if nothing has the memory of gradients but the parameters.
-    With `strict` it goes on watching, and raises `RankError` if an operator
-    reads a parameter that waits.
+    `is_own(module)` returns whether a module's forward pass is the training's own. Parameters whose names equal or
+    match an entry of `current` never wait. `read_gradients` is False if only the parameters hold the memory of
+    gradients. With `strict`, every forward pass is watched, and `RankError` is raised if an operator reads a parameter
+    that waits.
     """
 
     def __init__(
@@ -140,21 +143,21 @@ class Readers:
         self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
         #: Whether gradients may wait.
         self.gradients_wait = True
-        #: Whether parameters or gradients were read on another stream than the pass's: nothing waits any more.
+        #: Whether parameters or gradients were read on another stream than the pass's. If so, nothing waits any more.
         self.several_streams = False
         self._forwards = 0
-        self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
+        self._unseen: dict[int, str] = {}  # by id() of the parameter: the operator that read it unseen
         self._seen: set[int] = set()
-        self._graphs = 0  # forward passes that were one compiled graph
-        self._of_graph: set[int] = set()  # by id(): its parameters
+        self._graphs = 0  # the number of forward passes that were one compiled graph
+        self._of_graph: set[int] = set()  # the ids of the graph's parameters
 
     def is_gateable(self, slot: Slot) -> bool:
-        """Return whether a gate can see all reads of a parameter: it is no subclass's, and not one of `current`."""
+        """Return whether a gate can see all reads of a parameter: it has a plain class, and is not in `current`."""
         current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
         return slot.plain_class is nn.Parameter and not current
 
     def may_wait(self, parameter: nn.Parameter) -> bool:
-        """Return whether all watched reads of the parameter passed its gate."""
+        """Return whether all watched reads of the parameter went through its gate."""
         if _to_dlpack:
             return False
         key = id(parameter)
@@ -171,23 +174,23 @@ class Readers:
             self.never()
 
     def never(self) -> None:
-        """Let no parameter wait from now on: compiled code reads them without their gates."""
+        """Let no parameter wait from now on, because compiled code reads parameters without their gates."""
         self._forwards = self._graphs = -(2**62)
 
     def note_compilation(self) -> None:
-        """Note that something is compiled between two passes: from now on, neither parameters nor gradients wait."""
+        """Note that something was compiled between two passes: from now on, neither parameters nor gradients wait."""
         self.never()
         self.gradients_wait = False
 
     def note_streams(self) -> None:
-        """Note that what waits is read on several streams of the device: nothing waits from now on."""
+        """Note that several streams read what waits: from now on, neither parameters nor gradients wait."""
         self.several_streams = True
         self.never()
         self.gradients_wait = False
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
-        """Watch the forward pass inside, if it is one of those to be watched; `install` gives a parameter its gate."""
+        """Watch the forward pass inside, if it is one of the first passes; `install` gives a parameter its gate."""
         if not 0 <= self._forwards < WATCHED and not self._strict:
             yield
             return
@@ -222,7 +225,7 @@ class Readers:
             _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
 
     def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
-        """Note that an operator reads parameters; the gate of each has seen this if it is its first read."""
+        """Note which of these parameters an operator reads before any gate has seen a read."""
         for slot in map(gate.slot_of, parameters):
             if slot is None or slot.was_read:
                 continue
@@ -239,7 +242,7 @@ def _remove_idle(slots: Iterable[Slot]) -> None:
 
 
 class _Operators(DispatchMode):
-    """Calls `note(parameters, operator)` for every operator that gets parameters with gates."""
+    """A dispatch mode that calls `note(parameters, operator)` for every operator with gated parameters as arguments."""
 
     def __init__(self, note: Callable[[list[gate.GatedParameter], Any], None]) -> None:
         super().__init__()
@@ -252,9 +255,9 @@ class _Operators(DispatchMode):
 
 
 class ModuleCalls:
-    """Calls `settle()` before any module runs, except the one that `is_own` names and the modules that it calls.
+    """Calls `settle()` before any module runs, except the module that `is_own` names and the modules that it calls.
 
-    Where anything is compiled, it calls `compiled()` as well.
+    When anything is compiled, `compiled()` is called as well.
     """
 
     def __init__(
@@ -276,13 +279,13 @@ class ModuleCalls:
         self._compiled()
 
     def begin(self) -> None:
-        """Watch from now on: updates wait."""
+        """Start watching, because updates wait."""
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._module_runs)
             self._watch.enter_context(on_compilation(self._compilation_begins))
 
     def end(self) -> None:
-        """Watch no longer: the training's own forward pass begins, or nothing waits."""
+        """Stop watching, because the training's own forward pass begins or nothing waits."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -294,9 +297,10 @@ _finalizers: dict[int, Finalize] = {}  # by process
 
 
 def settle_before_leaving(reducer: Any) -> None:
-    """Let `reducer.settle()` run before this process forks, as a child cannot wait for messages, and before it ends.
+    """Call `reducer.settle()` before this process forks, and before it ends.
 
-    A process of `multiprocessing` that ends does not wait for threads, and what they send would be lost.
+    A child cannot wait for messages. A process of `multiprocessing` does not wait for its threads when it ends, so the
+    messages that they are sending would be lost.
     """
     _reducers.add(reducer)
     if os.getpid() not in _finalizers:

@@ -1,4 +1,4 @@
-"""One call of `optimizer.step()`, recorded so that it can be applied later, some parameters at a time."""
+"""Records a call of `optimizer.step()`, so that it can be applied later, to some parameters at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Update", "reducers_of", "set_to_none", "users_class", "zeroing"]
 class Update:
     """A call of `optimizer.step()`, with the hyper-parameters and the autocast settings of that moment.
 
-    `base` is the user's own class of the optimizer. Applying runs its `step` on
-    a stand-in object that shares the optimizer's state. `finished()` is called when none of the
-    parameters that are `waiting` for it waits any more.
+    `base` is the user's own class of the optimizer. To apply the update, the `step` of `base` runs on a stand-in object
+    that shares the optimizer's state. `waiting` counts the parameters that wait for this update. `finished()` is called
+    when no parameter waits any more.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Update:
         self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Run the optimizer's step on these parameters and no others."""
+        """Run the optimizer's step on these parameters only."""
         self.apply_to_shards((p, p) for p in parameters)
 
     def applied(self, count: int) -> None:
-        """Note how many of the parameters that waited were updated."""
+        """Note that `count` waiting parameters were updated."""
         self.waiting -= count
         if not self.waiting:
             self._finished()
 
     def apply_to_shards(self, shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Run the optimizer's step on shards, each given with the parameter of which it is a part."""
+        """Run the optimizer's step on shards; each shard is given with the parameter to which it belongs."""
         by_group: dict[int, list[nn.Parameter]] = {}
         for shard, parameter in shards:
             by_group.setdefault(self._group_of[id(parameter)], []).append(shard)
@@ -59,10 +59,10 @@ class Update:
 
     @contextmanager
     def _modes_of_the_call(self) -> Iterator[None]:
-        """The modes under which `step()` was called.
+        """Restore the modes under which `step()` was called.
 
-        The code that reads a parameter, and so triggers the update, may run
-        under autocast, in inference mode or under a dispatch mode.
+        The code that reads a parameter, and so triggers the update, may run under autocast, in inference mode or under
+        a dispatch mode.
         """
         with ExitStack() as stack:
             for device, enabled, dtype in self._autocast:
@@ -71,23 +71,23 @@ class Update:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(without_dispatch_modes())
-            stack.enter_context(torch.enable_grad())  # the optimizer disables it where it has to
+            stack.enter_context(torch.enable_grad())  # the optimizer disables gradients where necessary
             yield
 
 
 def users_class(optimizer: Any) -> type[Optimizer]:
-    """The user's own class of an optimizer."""
+    """Return the user's own class of an optimizer."""
     return getattr(type(optimizer), "_legato_base", type(optimizer))
 
 
 def reducers_of(optimizer: Any) -> list[Any]:
-    """The reducers of the models whose parameters the optimizer updates, as far as legato's passes run now."""
+    """Return the reducers of the models whose parameters the optimizer updates, where legato runs the passes."""
     attached = vars(optimizer).get("_legato_attachments", ())
     return [attachment.reducer for attachment in attached if attachment.reducer is not None]
 
 
 def zeroing(to_none: bool) -> Callable[[nn.Parameter], None]:
-    """The function that does to one parameter what `zero_grad(set_to_none)` does to all."""
+    """Return the function that does to one parameter what `zero_grad(set_to_none)` does to all parameters."""
     return set_to_none if to_none else _set_to_zero
 
 

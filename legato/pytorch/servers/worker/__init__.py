@@ -1,2 +1,4 @@
-"""The side of the workers: what they push (`worker.py`) and pull (`puller.py`), in which order transfers arrive
-(`arrivals.py`), and what a training script changes in between (`changes.py`)."""
+"""The workers' side: pushes (`worker.py`) and pulls (`puller.py`).
+
+`arrivals.py` observes the order in which transfers arrive, and `changes.py` what a training script changes in between.
+"""

@@ -1,4 +1,4 @@
-"""Observe the order in which transfers arrive, without interfering with them."""
+"""Observes the order in which transfers arrive, without interfering with them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Arrivals", "out_of_order"]
 
-#: Time between two polls. Transfers that arrive between the same two polls count as in order.
+#: Seconds between two polls. Transfers that arrive between the same two polls count as in order.
 _POLL_S = 1e-4
 
 
 class Arrivals:
     """A thread that polls the trailers of one receiver's values; each trailer arrives after its value.
 
-    `previous` describes the iteration before the current one: the number of
-    transfers that arrived out of order, and the seconds from the start of the
-    iteration to each arrival.
+    `previous` describes the previous iteration: the number of transfers that arrived out of order, and the seconds from
+    the start of the iteration to each arrival.
     """
 
     def __init__(self, arena: Arena, shards: Sequence[Shard]) -> None:
@@ -37,13 +36,12 @@ class Arrivals:
         self._thread.start()
 
     def begin(self, order: Sequence[int]) -> None:
-        """Start to observe an iteration, whose values are expected in this order.
+        """Start to observe an iteration whose values are expected in this order.
 
-        Called when all values of the iteration before have arrived, and before
-        any of this one can.
+        Call this when all values of the previous iteration have arrived, and before any value of this one can arrive.
         """
         with self._looking:
-            self._look()  # what arrived after the last poll
+            self._look()  # notes what arrived after the last poll
             late = out_of_order(self._order, [group for _, group in self._seen], self._server)
             self.previous = late, tuple(at - self._began_s for at, group in self._seen for _ in group)
             self._order, self._left, self._seen = list(order), list(order), []
@@ -68,8 +66,8 @@ class Arrivals:
 
     def _look(self) -> None:
         """Note the transfers that have arrived since the last look."""
-        # A look takes time, and more may arrive meanwhile. It begins with the last transfers, so that whatever should
-        # have arrived before a transfer that it has seen is looked at later.
+        # A look takes time, and more transfers may arrive meanwhile. It begins with the last transfers. So if it has
+        # seen a transfer, it looks later at all transfers that should have arrived earlier.
         arrived = self._arena.arrived(self._left[::-1])[::-1]
         new = [index for index, there in zip(self._left, arrived, strict=True) if there]
         if new:
@@ -78,10 +76,9 @@ class Arrivals:
 
 
 def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:
-    """Count the transfers that arrived before another one of the same server that precedes them in `order`.
+    """Count the transfers that arrived before another transfer of the same server that precedes them in `order`.
 
-    `seen` holds groups of transfers, in order of arrival; transfers in one
-    group were observed at the same time.
+    `seen` has groups of transfers, in order of arrival; the transfers of one group were observed at the same time.
     """
     place = {index: k for k, index in enumerate(order)}
     missing: dict[int, set[int]] = {}

@@ -1,11 +1,9 @@
-"""Detect changes that a training script makes to gradients and parameters; send them to the servers or refuse them.
+"""Detects a script's changes of gradients and parameters, and sends them to the servers or refuses them.
 
-The servers receive each gradient as soon as it is pushed, and they hold the
-parameters. Reading `.grad` between the backward pass and `step()` therefore
-returns the average over all workers, as under `DistributedDataParallel`. If the
-script then changes this average (to clip it, for example), worker 0 sends the
-changed gradient to the servers. Changes that cannot be intercepted in time are
-detected by the tensor's version counter, and raise an error.
+The servers receive each gradient as soon as it is pushed, and they hold the parameters. Reading `.grad` between the
+backward pass and `step()` therefore returns the average over all workers, as under `DistributedDataParallel`. If the
+script then changes this average (to clip it, for example), worker 0 sends the changed gradient to the servers. Changes
+that cannot be intercepted in time are detected by the tensor's version counter, and raise an error.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from legato.pytorch.servers.worker.puller import Puller
 
 __all__ = ["Averages", "ParameterCheck"]
 
-#: In the first iterations every parameter is compared, because changes through `.data` leave the version as it is.
+#: In this number of first iterations every parameter is compared, because changes through `.data` leave its version
+#: unchanged.
 _THOROUGH = 3
 
 
@@ -34,10 +33,10 @@ class Averages:
         self._puller = puller
         self._arena: Arena | None = None
         self._here = False
-        self._pushed: dict[str, tuple[int, int] | None] = {}  # which tensor, and its version
+        self._pushed: dict[str, tuple[int, int] | None] = {}  # by name: the tensor's address and version
 
     def forget(self) -> None:
-        """Forget the previous iteration; called when a backward pass begins."""
+        """Forget the previous iteration. This is called when a backward pass begins."""
         self._here = False
         self._pushed.clear()
 
@@ -126,6 +125,6 @@ def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
 
 
 def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:
-    """Compare bit for bit."""
+    """Return whether the tensor's shard equals the arena's, bit for bit."""
     mine = shard.of(tensor.detach()).contiguous().to(arena.elements[shard.index].device)
     return torch.equal(mine.view(torch.uint8), arena.elements[shard.index].view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Receive parameters from the servers, on a worker or an inference agent."""
+"""Receives parameters from the servers, on a worker or an inference agent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["Puller"]
 class Puller:
     """Receives the values of all parameters, and makes each read of a parameter wait for its value.
 
-    `shards` are all servers', `pulls` their indices in the order of the
-    plan. `waited_s` is the total time for which computation waited for values.
+    `shards` has the shards of all servers, and `pulls` their indices in the order of the plan. `waited_s` is the total
+    time during which computation waited for values.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Puller:
         self.servers = range(transport.roles.servers)
 
     def expect(self, order: Sequence[int]) -> None:
-        """Post the receives of all values; from here on, reading a parameter waits for its value."""
+        """Post the receives of all values. From then on, reading a parameter waits for its value."""
         if self.arrivals is not None:
             self.arrivals.begin(order)
         for index in order:
@@ -82,7 +82,7 @@ class Puller:
                 self.resolve(self.slots[name])
 
     def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> list[PendingSend]:
-        """Start to send a command to all servers."""
+        """Launch the send of a command to all servers, and return the pending sends."""
         sent: list[PendingSend] = []
         for server in self.servers:
             shard = next((shard for shard in self.shards if shard.server == server), None)

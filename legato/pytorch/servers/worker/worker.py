@@ -1,4 +1,4 @@
-"""A worker: push gradients as the backward pass produces them, and receive parameters as the forward pass reads them.
+"""A worker: pushes gradients when the backward pass produces them, and receives parameters for the forward pass.
 
 An iteration of a worker:
 
@@ -7,10 +7,9 @@ An iteration of a worker:
     optimizer.step()    posts the receives of the new values, sends the servers the settings, and returns
     next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.waiting.gate`)
 
-[Note: lockstep] A worker begins to push the gradients of an iteration only when
-it has received all values of the iteration before. Therefore no server changes a
-parameter while its value is being sent, and a worker is at most one step ahead
-of another.
+[Note: lockstep] A worker begins to push the gradients of an iteration only when it has received all values of the
+previous iteration. Therefore no server changes a parameter while its value is being sent, and a worker is at most one
+step ahead of another worker.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["Worker"]
 
 
 class Worker(Puller):
-    """A worker: receives parameters as a `Puller`, and pushes gradients."""
+    """A worker: receives parameters like any `Puller`, and pushes gradients."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Worker(Puller):
     ) -> None:
         super().__init__(transport, shards, pulls, parameters)
         self.enabled = True  # False under no_sync()
-        self.iteration = 0  # number of backward passes that have pushed
+        self.iteration = 0  # the number of backward passes that have pushed
         self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self._scale = 1.0 / transport.roles.workers
         self._gradients = Arena(shards)
@@ -65,7 +64,7 @@ class Worker(Puller):
 
     @property
     def status(self) -> str:
-        """Say what the worker is doing, for the error messages of other ranks."""
+        """Describe what the worker is doing, for the error messages of other ranks."""
         if not self.in_backward:
             return f"has begun {count(self.iteration, 'iteration')}"
         return f"is in backward pass {self.iteration}, and waits for the gradient of {self.shards[self._next].label}"
@@ -134,7 +133,7 @@ class Worker(Puller):
             slot.mark_sent()
             gate.install(slot, self.resolve)
         if any(slot.plain_class is not nn.Parameter for slot in self.slots.values()):
-            self._averages.fetch(self.iteration)  # reads of their gradients cannot be intercepted
+            self._averages.fetch(self.iteration)  # reads of such a parameter's gradient cannot be intercepted
 
     def _advance(self) -> None:
         while self._next < len(self.shards) and self.shards[self._next].name in self._ready:
@@ -176,8 +175,8 @@ class Worker(Puller):
     def changed(self) -> list[tuple[int, bool]]:
         """Return (shard index, whether a gradient exists) for each averaged gradient that the script changed.
 
-        Raises `RankError` for changes that the servers cannot follow: to a
-        gradient before it was averaged, or to a parameter.
+        Raises `RankError` for a change that the servers cannot follow: of a gradient before it was averaged, or of a
+        parameter.
         """
         if self.in_backward or not self._unstepped:
             raise RankError("optimizer.step() without a backward pass before it that pushed gradients to the servers")
@@ -185,10 +184,10 @@ class Worker(Puller):
         return self._averages.changed()
 
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
-        """Let the servers update as `content` says; the new values arrive in this order."""
+        """Let the servers update the parameters with the settings in `content`; new values arrive in this `order`."""
         self._unstepped = False
         self.expect(order)
-        self._sent += self.tell_servers(STEP, self.iteration, content)  # need not wait: it is sent after all gradients
+        self._sent += self.tell_servers(STEP, self.iteration, content)  # sent after all gradients: no need to wait
         if self.transport.rank == 0:
             self._send_changed(changed)
         self._module_calls.begin()
@@ -196,7 +195,7 @@ class Worker(Puller):
             held = [
                 s for s in self.slots.values() if s.plain_class is not nn.Parameter or parameter_is_held(s.parameter)
             ]
-        for slot in held:  # it could be read past its gate
+        for slot in held:  # these could be read past their gates
             self.resolve(slot)
 
     def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
@@ -205,7 +204,7 @@ class Worker(Puller):
                 self._send(shard, self.slots[shard.name].parameter.grad, 1.0)
 
     def drop(self) -> None:
-        """Tell the servers to discard the pushed gradients: all workers call `zero_grad()` without `step()`."""
+        """Tell the servers to discard the pushed gradients: all workers called `zero_grad()` without `step()`."""
         if self.in_backward or not self._unstepped:
             return
         self._unstepped = False

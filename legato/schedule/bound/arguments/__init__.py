@@ -1,1 +1,1 @@
-"""The arguments for bounds, as docs/bounds.md proves them: one file for each kind."""
+"""The arguments for bounds, one file for each kind; docs/bounds.md has the proofs."""

@@ -1,4 +1,4 @@
-"""The bound "compute": computation, and the work of messages where one processor does both."""
+"""The bound "compute": computation, plus the work of messages if one processor does both."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ __all__ = ["Computation"]
 
 
 class Computation(Argument, frozen=True, tag="compute"):
-    """A worker computes this long; under contention, it also packs, and does each message's work or waits for it.
+    """The argument that an iteration takes at least as long as a worker computes.
 
+    Under contention, a worker also packs, and for each message it does the message's work or waits for the message.
     docs/bounds.md has the proof for contention ("Processor").
     """
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Return the only candidate: nothing has to be chosen."""
+        """Yield the only certificate: it leaves nothing to choose."""
         yield cls().proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """C, or the longest path with unlimited streams; under contention on one stream, also the least of messages."""
+        """Return the time of all computation, or the longest path with unlimited streams.
+
+        Under contention on one stream, the least work of the messages is added.
+        """
         contention, number, nbytes = problem.cluster.contention, problem.number, problem.every.nbytes
         if contention is None or problem.compute != "one":
             return problem.computation()

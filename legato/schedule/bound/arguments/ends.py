@@ -1,7 +1,8 @@
-"""The bounds of one set of tensors, seen from one end of the period or from both: "ends".
+"""The bound "ends", for one set of tensors, from one end of the period or from both ends.
 
-Gradients are sent in the order of their release, partitioned anywhere, in messages that pay something first and then
-take their work. Backwards in time, tails are release times. docs/bounds.md has the proofs ("Release", "Tail", "Both").
+Gradients are sent in the order of their release and may be partitioned anywhere. A message takes a fixed time to start,
+plus the work of its bytes. Backwards in time, tails play the role of release times. docs/bounds.md has the proofs
+("Release", "Tail", "Both").
 """
 
 from __future__ import annotations
@@ -21,32 +22,36 @@ from legato.schedule.published.merge_optimal import earliest_finishes, merge_nei
 
 __all__ = ["Capacity", "Ends", "HalvesCapacity", "counts", "finish"]
 
-#: From which end of the period time runs.
+#: The end of the period from which time is counted.
 End = Literal["release", "tail"]
 
 #: How many late deliveries of Jackson's schedule to examine.
 _TRIES = 6
 #: How many of the best sets to examine from both ends.
 _BOTH = 4
-#: How many moments to try from both ends, and how often to refine around the best one.
+#: How many moments to try for both ends, and how often to refine the moments around the best one.
 _MOMENTS, _REFINEMENTS = 16, 3
 
 
 def finish(near: Sequence[float], tensors: Sequence[int], work: Sequence[float], first: float) -> float:
-    """f: the least time to send these tensors, in messages that pay `first`; `near` is by tensor, `work` is theirs."""
+    """Return f, the least time to send these tensors in messages that take `first` to start.
+
+    `near` has a time for each tensor of the workload, and `work` has the work of each of `tensors`.
+    """
     return merge_neighbours(*_inward(near, tensors, work), LinearCost(first, 1))[0]
 
 
 def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The moments and the work of these tensors, as they are ready."""
+    """Return the times and the work of these tensors, in the order in which they become ready."""
     inward = sorted(range(len(tensors)), key=lambda k: near[tensors[k]])
     return [near[tensors[k]] for k in inward], [work[k] for k in inward]
 
 
 class Ends(Argument, frozen=True, tag="ends"):
-    """When these tensors can have been sent, and what follows; from the end of the period, the same backwards; or both.
+    """The bound for these tensors from the end `at` of the period: when they can have been sent, plus what follows.
 
-    For both, `at` is a moment in seconds: what can have been sent by then, and the time that the rest needs.
+    If `at` is a number, it is a moment in seconds for the argument "Both": the moment, plus the time that is needed for
+    everything that cannot have been sent by then.
     """
 
     tensors: tuple[int, ...]
@@ -54,7 +59,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Try promising sets from one end; then the best one, and all tensors, at the best of some moments."""
+        """Try promising sets from one end; then try the best sets, and all tensors, from both ends."""
         certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
         found = [certificate.proves(problem) for certificate in certificates]
         yield from map(Proved, found, certificates)
@@ -72,7 +77,10 @@ class Ends(Argument, frozen=True, tag="ends"):
             yield Proved(proved[k], cls(tensors, moments[k]))
 
     def proves(self, problem: Problem) -> float:
-        """f(release times) and the least tail, f(tails) and the least release time, or the moment and what V needs."""
+        """Return f(release times) + the least tail, f(tails) + the least release time, or what "Both" proves at `at`.
+
+        Raises `InputError` if the tensors or the moment are invalid.
+        """
         problem.check_tensors(self.tensors)
         if not isinstance(self.at, str):
             if not (math.isfinite(self.at) and self.at >= 0):
@@ -87,7 +95,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
 
 class _Both(NamedTuple):
-    """U and V of some tensors, and the allowance for rounding errors."""
+    """The functions U and V of docs/bounds.md for some tensors, and the allowance for rounding errors."""
 
     released: Capacity
     needed: Capacity
@@ -101,16 +109,16 @@ class _Both(NamedTuple):
         return cls(Capacity.of(*released, first), Capacity.of(*needed, first), problem.rounding)
 
     def proves(self, moment: float) -> float:
-        # Rounded down by more than the error of floats: a trace of one more tensor would count its whole delay.
+        # Rounded down by more than the float error: if a trace of another tensor is left, its whole delay counts.
         work = self.released.work[-1]
         left = work - self.released.carried(moment) - self.rounding * work
         return moment - self.released.first + self.needed.needed(left)
 
 
 class Capacity(NamedTuple):
-    """How much the network can carry from one end of the period: release times, f, and work of the first j tensors.
+    """How much the network can carry, seen from one end of the period.
 
-    A message pays `first`.
+    `release` is by tensor, and `finish` (f) and `work` are for the first j tensors. A message takes `first` to start.
     """
 
     release: Sequence[float]
@@ -120,19 +128,19 @@ class Capacity(NamedTuple):
 
     @classmethod
     def of(cls, release: Sequence[float], work: Sequence[float], first: float) -> Capacity:
-        """The capacity for tensors whose `release` never decreases."""
+        """Return the capacity for these tensors; `release` must never decrease."""
         finish, _ = earliest_finishes(release, work, LinearCost(first, 1))
         return cls(release, finish, [*accumulate(work, initial=0)], first)
 
     def _start(self, j: int) -> float:
-        """The least (start - work before it) of a message that ends with bytes of tensor j."""
+        """Return the least value of (start - work before the start) for a message that ends with bytes of tensor j."""
         ready = self.release[j]
-        i = bisect_right(self.finish, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is best
+        i = bisect_right(self.finish, ready, hi=j + 1)  # one of two i is best, as in `merge_optimal.py`
         start = ready - self.work[i - 1] if i else math.inf
         return start if i > j else min(start, self.finish[i] - self.work[i])
 
     def carried(self, until: float) -> float:
-        """The most work that can be done by then."""
+        """Return the most work that can be done by this moment."""
         last = len(self.release)
         j = bisect_right(self.finish, until, hi=last + 1) - 1
         if j == last:
@@ -140,7 +148,7 @@ class Capacity(NamedTuple):
         return max(self.work[j], min(until - self.first - self._start(j), self.work[j + 1]))
 
     def needed(self, work: float) -> float:
-        """The earliest moment by which this much work can be done."""
+        """Return the earliest moment by which this much work can be done."""
         if work <= 0:
             return 0
         j = min(bisect_left(self.work, work), len(self.release)) - 1
@@ -148,22 +156,22 @@ class Capacity(NamedTuple):
 
 
 class HalvesCapacity:
-    """The same where a message is a half of an all-reduce, or both halves."""
+    """How much the network can carry if a message is one half of an all-reduce, or both halves."""
 
     def __init__(self, release: Sequence[float], work: Sequence[float], half: float) -> None:
-        """Take the `half` and `work` of a half; `release` must not decrease."""
+        """Set the capacity for halves that take `half` to start plus their `work`; `release` must not decrease."""
         self.begin, self.startup = release[0], 2 * half
         self.any = Capacity.of(release, [2 * part for part in work], half)
         self.one_kind = Capacity.of(release, work, half)
 
     def carried(self, until: float) -> float:
-        """The same as `Capacity.carried`."""
+        """Return the most work that can be done by this moment."""
         both_kinds = until - self.begin - self.startup
         return min(self.any.carried(until), max(self.one_kind.carried(until), both_kinds))
 
 
 def counts(most: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 11, 16 and so on, up to `most`."""
+    """Yield 1, 2, 3, 4, 6, 8, 11, 16 and so on, up to `most`."""
     count = 1.0
     while count < 2**0.5 * most:
         yield min(int(count), most)
@@ -171,14 +179,12 @@ def counts(most: int) -> Iterator[int]:
 
 
 def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
-    """Pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
+    """Yield pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
 
-    The first family comes from the latest deliveries of Jackson's schedule. Take a
-    tensor delivered at C + q, after a stretch of time from `begin` to C in which the
-    network was never idle and sent nothing with a shorter tail. It is late because of
-    the tensors with release time >= begin and tail >= q. The second family is the
-    tensors with the longest tails, or the latest release times: 1, 2, 3, 4, 6, 8, 11,
-    16 and so on of them.
+    The first family comes from the latest deliveries of Jackson's schedule. Suppose that a tensor with tail q arrives
+    at C, and that from `begin` to C the network is never idle and sends only tensors with tails of at least q. The
+    tensor is late because of the tensors with release time >= begin and tail >= q. The second family has the tensors
+    with the longest tails, and the tensors with the latest release times: the first 1, 2, 3, 4, 6, 8, 11, 16 and so on.
     """
     release, tail = problem.release, problem.tail
     everything = range(len(release))
@@ -198,7 +204,7 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
-    """When the stretch that ends with piece k began."""
+    """Return when the busy interval up to piece k began, without pieces of tensors with shorter tails."""
     shortest = tail[pieces[k][0]]
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1

@@ -1,6 +1,6 @@
-"""The bound "equal pairs": the backward pass scatters what is gathered after it, in the same messages.
+"""The bound "equal pairs": the messages scattered during the backward pass are gathered unchanged after it.
 
-docs/bounds.md has the proof ("Equal pairs"), for plans whose optimizer is sharded.
+docs/bounds.md has the proof ("Equal pairs"), for plans with a sharded optimizer.
 """
 
 from __future__ import annotations
@@ -16,47 +16,50 @@ from legato.schedule.bound.problem import Problem, Proved
 
 __all__ = ["DividedPairs", "EqualPairs"]
 
-#: In how many intervals the maximum is followed.
+#: The number of intervals in which the maximum of the proof is followed.
 _INTERVALS = 1024
 
 
 class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
-    """Pairs of halves leave no time for what is scattered and gathered, if nothing is gathered before the step."""
+    """The argument that equal pairs of halves do not fit into the time, if nothing is gathered before the step."""
 
     most = quick = (1024,)
     precision = (1e-3, 1e-5)
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Looks at the sets of sharded plans whose worker computes on one stream."""
+        """Find certificates for sharded plans if the worker computes on one stream; otherwise, find none."""
         return super().find(problem, beat) if problem.sharded and problem.compute == "one" else iter(())
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Pairs that are gathered after the backward pass."""
+        """Return the conditions for pairs that are gathered after the backward pass or the step."""
         from_s = first_gather(problem, range(len(problem.workload.tensors)))
         return DividedPairs(sets, problem.half, from_s)
 
     def proves(self, problem: Problem) -> float:
-        """The time that is too short. Raises `InputError` if it may suffice, or without shards."""
+        """Return the time that is too short.
+
+        Raises `InputError` if that time may suffice, without shards, or with unlimited streams.
+        """
         if not problem.sharded or problem.compute != "one":
             raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")
         return super().proves(problem)
 
 
 class DividedPairs:
-    """Tells whether pairs of halves with these sets may take some time, if nothing is gathered before `from_s`.
+    """A test of whether pairs of halves with these sets may fit into some time, if nothing is gathered before `from_s`.
 
-    A half pays `half_s` first. If they are `apart`, everything is scattered before anything is gathered.
+    A half takes `half_s` to start. With `apart`, everything is scattered before anything is gathered.
     """
 
     def __init__(self, sets: NestedSets, half_s: float, from_s: float, *, apart: bool = False) -> None:
         self.release_s, self.tail_s, self.work_s = sets.release_s, sets.tail_s, halved(sets.work_s)
         self.half_s, self.from_s, self.apart = half_s, from_s, apart
-        self.moment_s = 0.0  # a maximum for which a time was long enough
+        self.moment_s = 0.0  # the maximum found for the last time that fits
 
     def fits(self, seconds: float) -> bool:
-        """Return whether the line can be divided among pairs."""
+        """Return whether the line of bytes can be divided among pairs that fit into this time."""
         limit, total = seconds + rounding(self.work_s) * seconds, self.work_s[-1]
         until_s = limit - self.tail_s[-1] - total - self.half_s
         if until_s < self.from_s:

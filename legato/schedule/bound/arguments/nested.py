@@ -1,7 +1,7 @@
-"""Chains of sets of tensors, each inside the next, and the bound "nested".
+"""Chains of sets of tensors, each inside the next set, and the bound "nested".
 
-What is ready last is needed first, so sets lie inside each other, and so do the stretches of time in which they can
-be sent, each of a whole number of messages. docs/bounds.md has the proof ("Nested").
+Gradients that are ready last are needed first. So the sets lie inside each other, and so do the periods in which the
+sets can be sent. Each period has a whole number of messages. docs/bounds.md has the proof ("Nested").
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ __all__ = ["Chain", "Nested", "NestedSets", "OfSets", "Relaxation", "halved", "r
 Numbers = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-#: More than any whole number that is a time.
+#: A whole number that is larger than any time.
 _NEVER = 2**61
 
 
 def rounding(values: Numbers) -> float:
-    """The allowance for rounding errors: whole numbers need none."""
+    """Return the relative allowance for rounding errors, which is 0 for whole numbers."""
     return ROUNDING if values.dtype.kind == "f" else 0
 
 
 def halved(values: Numbers) -> Numbers:
-    """Return half of these values, which are even if they are whole."""
+    """Return half of these values; whole numbers must be even."""
     return values / 2 if values.dtype.kind == "f" else values // 2
 
 
 class Relaxation(Protocol):
-    """Conditions that every schedule fulfils, and perhaps other things, too."""
+    """Conditions that every schedule fulfils. Something that is not a schedule may fulfil them as well."""
 
     def fits(self, seconds: float) -> bool:
-        """Return whether an iteration may take this long; if it may, it may take longer as well."""
+        """Return whether the conditions allow an iteration of this length; longer iterations are then allowed, too."""
         ...
 
 
 def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact: float) -> float | None:
-    """The longest time found in which nothing fits, or None if none above `at_least` is.
+    """Return the longest time found that is too short, or None if no time above `at_least` was found.
 
     `step` is the relative size of the first step, and `exact` the relative precision.
     """
@@ -65,12 +65,11 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 
 
 class NestedSets(NamedTuple):
-    """The waits of the sets of a chain, the innermost first.
+    """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    `message_s` is what each message pays first, and `once_s` what is paid once. `updates_s`
-    has what takes the place of beta * B(t) + q(j) where updates count, without f(j), by i
-    and t; `innermost_s` the same for j = 1, and `alone_s`, by t, for one message.
-    `both_ends` is how many messages two new ends need.
+    Each message takes `message_s` to start, and `once_s` is added once. With updates, the inequalities have f(j) and
+    `updates_s`, by i and t, in the place of beta * B(t) + q(j). `innermost_s` is the same for j = 1, and `alone_s`, by
+    t, is for a single message. `both_ends` is the number of messages that two new ends need.
     """
 
     release_s: Numbers
@@ -85,13 +84,13 @@ class NestedSets(NamedTuple):
     both_ends: int
 
     def fits(self, seconds: float) -> bool:
-        """Return whether i, j and m can be chosen for every set such that no inequality is violated."""
+        """Return whether i, j and m can be chosen for every set so that all inequalities hold."""
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:
-        """For each set, the time that its messages pay first at least, by i and j; ends where `seconds` is too short.
+        """Yield, for each set, the least startup time of its messages, by i and j; stop if `seconds` is too short.
 
-        Each table is overwritten by the next one.
+        Each table overwrites the previous one.
         """
         count, limit = len(self.release_s), seconds + rounding(self.work_s) * seconds - self.once_s
         never = math.inf if self.work_s.dtype.kind == "f" else _NEVER
@@ -117,7 +116,11 @@ class NestedSets(NamedTuple):
 
 
 class _Updating(NamedTuple):
-    """By tensor, the time of all updates that wait for it, or more; its share of those that read it; and U."""
+    """The updates as "Nested" counts them.
+
+    By tensor, `own` is at least the time of all updates that wait for it, and `share` is its share of the updates that
+    read it. `released` is U of docs/bounds.md.
+    """
 
     own: Numbers
     share: Numbers
@@ -150,7 +153,7 @@ class _Updating(NamedTuple):
 
 
 class Chain:
-    """Chains of nested sets: the first tensors of some order, more and more of them."""
+    """Chains of nested sets: each set has the first tensors of some order."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class Chain:
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """By tensor, with what a half takes: `half_s` first. Without `updating`, updates do not count."""
+        """Store times and work by tensor; a half takes `half_s` to start. Without `updating`, updates do not count."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
         self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0
@@ -170,13 +173,16 @@ class Chain:
         self.both_ends, self.updating = 1 if sends == "pairs" else 2, updating
 
     def orders(self) -> list[Ints]:
-        """By falling release time, and by falling tail."""
+        """Return the tensors by falling release time and by falling tail; if both orders are equal, return only one."""
         release, tail = -self.release_s, -self.tail_s
         by_release, by_tail = np.lexsort((tail, release)), np.lexsort((release, tail))
         return [by_release] if (by_release == by_tail).all() else [by_release, by_tail]
 
     def sizes(self, order: Ints, most: int) -> Ints:
-        """Return the number of tensors of each set: as many as its r and q allow, evenly chosen by time and bytes."""
+        """Return the number of tensors of each set, up to `most` sets, spread evenly by time and bytes.
+
+        A set has all the tensors that its r and q allow.
+        """
         near = np.minimum.accumulate(np.array([self.release_s[order], self.tail_s[order]]), axis=1)
         sizes = np.flatnonzero(np.append((near[:, 1:] < near[:, :-1]).any(axis=0), True)) + 1
         if len(sizes) <= most:
@@ -187,10 +193,10 @@ class Chain:
         return np.unique(sizes[np.searchsorted(at, np.linspace(at[0], at[-1], most)).clip(max=len(sizes) - 1)])
 
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
-        """The sets of these sizes.
+        """Return the sets of these sizes.
 
-        If `strict`, what a set has beyond the one inside it counts as ready with the last
-        and needed with the first of it, so that nothing is late where r and q change between.
+        If `strict`, the tensors that a set adds all count as ready when the last one is ready, and as needed when the
+        first one is needed, so no tensor is late.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
@@ -210,15 +216,18 @@ class Chain:
         return NestedSets(release, tail, forward, work, later, innermost, alone, *paid)
 
     def _least(self, times: Numbers, work: Numbers) -> Numbers:
-        """The least time, given by tensor, of tensors with this much work: those go first whose work takes least."""
+        """Return the least total of `times` (by tensor) over tensors with this much work.
+
+        Tensors with the least time per work come first.
+        """
         used = np.flatnonzero(self.work_s)
         order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
         edges, until = (np.cumsum(np.append(0, values[order])) for values in (self.work_s, times))
         if self.work_s.dtype.kind == "f":
             found: Numbers = np.interp(work, edges, until)
             return found
-        # In whole numbers, the part of a tensor counts, rounded down, and quotients that differ by less than the
-        # precision of a float may have changed places.
+        # In whole numbers, the time of a part of a tensor is rounded down. Two quotients that differ by less than the
+        # precision of a float may have been sorted the wrong way round.
         k = np.searchsorted(edges[1:-1], work, side="right")
         part, time, whole = ((work - edges[k]).clip(0, self.work_s[order][k]), times[order][k], self.work_s[order][k])
         product = part.astype(object) * time.astype(object)  # too large for int64
@@ -228,7 +237,7 @@ class Chain:
 
 
 class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
-    """No schedule takes `seconds`: its messages would not fit into the time that these sets leave them.
+    """The argument that no schedule takes `seconds`, since messages would not fit into the time that the sets allow.
 
     The sets are the first `sets[0]`, `sets[1]`, ... of these tensors.
     """
@@ -237,7 +246,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
     sets: tuple[int, ...]
     seconds: float
 
-    #: The most sets of a chain, first few, then more; and where the bound is not thorough.
+    #: The most sets of a chain in each try: `most` for a thorough bound, `quick` for any other.
     most: ClassVar[tuple[int, ...]]
     quick: ClassVar[tuple[int, ...]]
     #: The relative size of the first step of the bisection, and its precision.
@@ -246,17 +255,17 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
     @classmethod
     @abstractmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the conditions that have to hold for these sets."""
+        """Return the conditions that must hold for these sets."""
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
-        """The tensors from which sets are chosen."""
+        """Return the tensors from which sets are chosen."""
         work = problem.half_work(range(len(problem.workload.tensors)))
         return Chain(problem.release, problem.tail, work, problem.half, sends="pairs")
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """The longest times that are too short for sets by falling release times, and by falling tails."""
+        """Find the longest times that are too short for sets by falling release times and by falling tails."""
         chain = cls.chain(problem)
         for most in cls.most if problem.thorough else cls.quick:
             for order in chain.orders():
@@ -268,32 +277,32 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
                     yield Proved(short, cls(tensors, tuple(sizes.tolist()), short))
 
     def proves(self, problem: Problem) -> float:
-        """The time that is too short. Raises `InputError` if it may suffice."""
+        """Return the time that is too short. Raises `InputError` if that time may suffice."""
         problem.check_tensors(self.tensors)
         if [*self.sets] != sorted({0, *self.sets})[1:] or self.sets[-1:] != (len(self.tensors),):
             raise InputError(f"certificate: sets {self.sets} (expected rising numbers up to {len(self.tensors)})")
         sets = self.chain(problem).sets(np.array(self.tensors), np.array(self.sets))
         short = problem.whole(problem.number(self.seconds)) if 0 <= self.seconds < math.inf else math.inf
-        # Computation and one message with everything take less than _NEVER, which is a power of two.
+        # Computation and one message with everything take less than _NEVER / 4.
         if not 0 < short < _NEVER // 4 or self.relaxation(problem, sets).fits(short):
             raise InputError(f"bound: {self.case!r} does not prove that an iteration takes {self.seconds} s")
         return short
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """A set has the messages of the set inside it, and one for each new end of its stretch of time."""
+    """The argument that every set needs more messages than the set inside it, for each new end of its period."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the sets, which are the conditions themselves."""
+        """Return the sets themselves, since they are the conditions."""
         return sets
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
-        """All tensors; updates count on one stream."""
+        """Return all tensors. With one stream, their updates count."""
         work = problem.half_work(range(len(problem.workload.tensors)))
         count = problem.compute == "one" and any(work) and problem.workload.phase_ops("optimizer")
         updating = _Updating.of(problem) if count else None

@@ -1,4 +1,4 @@
-"""The bound "sharded", where workers update their shards only. docs/bounds.md has the proofs ("Update", "Step")."""
+"""The bound "sharded", for workers that update only their shards. docs/bounds.md has the proofs ("Update", "Step")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["Sharded", "first_gather"]
 
 
 def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
-    """When any of these tensors can be gathered: after the backward pass, and after its update if all follow it."""
+    """Return the earliest time at which any of these tensors can be gathered: the end of the backward pass.
+
+    With `step_last`, the shortest update of any of these tensors is added.
+    """
     backward, ops, updates = problem.duration("backward"), problem.every.ops, Period.of(problem.every).updates
     if not problem.kind.step_last:
         return backward
@@ -21,7 +24,10 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """Tensors are scattered, and gathered after the backward pass or the step; or after `op`, which updates them."""
+    """The argument that tensors are scattered first, and gathered after the backward pass, the step or an update.
+
+    If `op` is given, it is the optimizer op that updates the tensors.
+    """
 
     tensors: tuple[int, ...]
     op: int | None = None
@@ -35,7 +41,7 @@ class Sharded(Argument, frozen=True, tag="sharded"):
             if tensors := tuple(Period.of(problem.every).reads[op]):
                 alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
                 latest = sum(max(times[t] for t in tensors) for times in (problem.release, problem.tail))
-                if alone + latest > beat:  # all of them in one message take as long
+                if alone + latest > beat:  # this is their time in one message
                     yield cls(tensors, op).proved(problem)
         if problem.compute == "one":
             by_tail = sorted(range(len(problem.tail)), key=problem.tail.__getitem__, reverse=True)
@@ -43,8 +49,10 @@ class Sharded(Argument, frozen=True, tag="sharded"):
                 yield cls(tuple(sorted(by_tail[:count]))).proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """f(release times) + d + f(tails) for an op; else b + d + f(tails), or max(b, f(release times)) + alpha/2 +
-        beta/2 * B + min q. All with f for halves.
+        """Return f(release times) + d + f(tails) for an op, where f is for halves.
+
+        Without an op, return the larger of b + d + f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min
+        q.
         """
         if not problem.sharded or (self.op is None and problem.compute != "one"):
             raise InputError("certificate: case 'sharded' (expected a shard, and one stream or an op)")

@@ -1,7 +1,7 @@
-"""The bound "two-sided": halves of all-reduces in pairs, before and after the last gradients are scattered.
+"""The bound "two-sided": pairs of halves, before and after the moment at which the last gradients are scattered.
 
-Everything that is scattered is gathered, in the same bytes and messages, so each pass depends on the other one.
-docs/bounds.md has the proof ("Two-sided").
+All bytes that are scattered are also gathered, in equally many messages, so the work during one pass limits the work
+during the other. docs/bounds.md has the proof ("Two-sided").
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ __all__ = ["DividedHalves", "TwoSided"]
 
 _log = logging.getLogger("legato")
 
-#: Below this fraction of the bound, a message is too cheap for the number of messages to matter.
+#: If startup takes less than this fraction of the bound, the number of messages does not matter.
 _DEAR = 0.005
-#: The most sets in a certificate, and the most states to go through.
+#: The most sets in a certificate, and the most states to examine.
 _MOST_SETS, _STATES = 256, 4_000_000
 #: The relative length of the shortest intervals of the moment.
 _SHORT = 5e-4
-#: How many parts the longest times in floats get, as a power of two.
+#: When floats become whole numbers, the longest time has up to 2**_BITS units.
 _BITS = 57
 
 
 class TwoSided(OfSets, frozen=True, tag="two_sided"):
-    """Pairs of halves do not fit on both sides of any moment."""
+    """The argument that pairs of halves do not fit on both sides of any moment."""
 
     most, quick = (24, 96), ()
     precision = (1e-3, 5e-4)
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """For plans in pairs, where messages are dear; without numba, nothing."""
+        """Find certificates for plans in pairs if messages are expensive; without numba, find none."""
         dear = problem.sends == "pairs" and 2 * problem.half > _DEAR * beat
         return super().find(problem, beat) if dear and _can_compile() else iter(())
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """The halves of pairs."""
+        """Return the conditions for pairs of halves around a moment."""
         return DividedHalves(sets, problem.half, _STATES)
 
     def proves(self, problem: Problem) -> float:
-        """The time that is too short. Raises `InputError` if it may suffice, for any halves, or without numba."""
+        """Return the time that is too short.
+
+        Raises `InputError` if that time may suffice, if plans may send any halves, or without numba.
+        """
         if problem.sends == "halves":
             raise InputError("certificate: case 'two_sided' for halves (expected pairs or all-reduces)")
         if len(self.sets) > _MOST_SETS:
@@ -68,14 +71,14 @@ def _can_compile() -> bool:
 
 
 class DividedHalves:
-    """Tells whether pairs of halves with these sets may take some time, found in a limited number of states.
+    """A test of whether pairs of halves with these sets may fit into some time, with a limited number of states.
 
-    It counts in whole numbers. Floats become parts of about the time that the sets take.
+    All times are whole numbers. Floats are converted, with a unit that is a small fraction of the sets' total time.
     """
 
     def __init__(self, sets: NestedSets, half_s: float, states: int) -> None:
-        """`half_s` is what a half pays first."""
-        from legato.schedule.bound.arguments.two_sided_states import Sets, places  # compiled when needed first
+        """Prepare the test; `half_s` is the time that a half takes to start."""
+        from legato.schedule.bound.arguments.two_sided_states import Sets, places  # compiled on first use
 
         self.scale: float = 1
         self.rounding = rounding(sets.work_s)
@@ -88,7 +91,7 @@ class DividedHalves:
         self.place = places(len(work))
 
     def fits(self, seconds: float) -> bool:
-        """Return whether halves may be divided among both sides of some moment c, or finding out takes too long."""
+        """Return whether the halves may fit on both sides of some moment c, or the test would take too long."""
         from legato.schedule.bound.arguments.two_sided_states import follow
 
         whole = math.ceil((seconds + self.rounding * seconds) * self.scale)
@@ -96,7 +99,7 @@ class DividedHalves:
             return True
         half = self.sets.half
         first, last = int(self.sets.release[0]) + half, whole - int(self.sets.tail[0]) - half
-        intervals = [(first, last)] if first <= last else []  # of c
+        intervals = [(first, last)] if first <= last else []  # in which c may lie
         while intervals and self.left > 0:
             begin, end = intervals.pop()
             fits, cut, states = follow(whole, begin, end, self.sets, self.place, self.left)

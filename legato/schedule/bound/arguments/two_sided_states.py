@@ -1,6 +1,6 @@
-"""How pairs of halves may be divided among both sides of a moment: goes through the states of `two_sided.py`.
+"""The states of `two_sided.py`: how pairs of halves may be divided between both sides of a moment.
 
-Compiled by numba. All times are whole numbers, and everything is rounded so that nothing possible is left out.
+Numba compiles this module. All times are whole numbers, and are rounded so that no possible state is left out.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ Places = npt.NDArray[np.int32]
 
 #: Where the halves of a pair are: one before and one after the moment, both before it, or both after it.
 BOTH, BEFORE, AFTER = 1, 2, 4
-#: The most halves that are counted.
+#: The largest number of halves that is counted.
 _HALVES = 64
 
 
 class State(NamedTuple):
-    """The part of a beginning of the line that matters for the rest."""
+    """The facts about the pairs placed so far that matter for the rest of the line."""
 
-    pair_class: int  # of the last pairs
+    pair_class: int  # class of the last pairs
     kinds: int  # where their halves are
-    before: int  # how many halves are before the moment, of all pairs
+    before: int  # how many halves of all pairs are before the moment
     after: int
-    least: int  # the work before the moment
+    least: int  # least work before the moment
     most: int
 
 
 class Sets(NamedTuple):
-    """By set, the innermost first: the least release time, the least tail, and the work of a half of all its bytes."""
+    """The least release time, the least tail, and the work of a half of all bytes of each set, innermost set first."""
 
     release: Ints
     tail: Ints
     work: Ints
-    half: int  # what a half pays first
+    half: int  # the time that a half takes to start
 
 
 class Added(NamedTuple):
-    """A set, and what it has beyond the one inside it."""
+    """A set, and the bytes that it adds to the set inside it."""
 
     pair_class: int
-    more: int  # the work of a half of the bytes that it has beyond
-    total: int  # and of both halves of all its bytes
-    before: int  # the time of pairs of its class on each side
+    more: int  # the work of a half of the added bytes
+    total: int  # the work of both halves of all its bytes
+    before: int  # the time for pairs of its class on each side
     after: int
 
 
 def places(count: int) -> Places:
-    """The memory that `follow` needs for this number of sets: 13 MB for 96."""
+    """Return the memory that `follow` needs for this number of sets: 13 MB for 96 sets."""
     return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
 
 
 def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
-    """Return whether a schedule may take this time with its moment in `begin` to `end`, and whether it was given up.
+    """Return whether a schedule may take this time with its moment in `begin` to `end`, and two facts about the search.
 
-    It is if there are about `limit` states, or too many halves; then the time may suffice. The third value is how
-    many states there were. `place` is from `places`.
+    The two facts are whether the search gave up, and its number of states. The search gives up at about `limit` states,
+    or if there are too many halves, and then says that a schedule may take this time. `place` comes from `places`.
     """
     room = seconds - int(sets.release[-1]) - int(sets.tail[-1]) - 2 * int(sets.work[-1])
     if room < 2 * sets.half or room >= (_HALVES + 1) * sets.half:
@@ -73,7 +73,7 @@ def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit:
 
 @numba.njit(cache=True)
 def _most_before(kinds: int) -> int:
-    """In how many halves of a byte its work may be before the moment."""
+    """Return how many halves of a byte can be before the moment."""
     return 2 if kinds & BEFORE else 1 if kinds & BOTH else 0
 
 
@@ -84,9 +84,10 @@ def _most_after(kinds: int) -> int:
 
 @numba.njit(cache=True)
 def _divided(more: int, left: int, share: int, own: int) -> int:
-    """The most work on a side for bytes of which a half takes `more`: the pairs before get what there is room for.
+    """Return the most work on one side of the moment for bytes with `more` work per half.
 
-    `left` is this room, and `share` and `own` the halves on this side of the pairs before and of the new ones.
+    Earlier pairs take as many of these bytes as the room `left` allows, and new pairs take the rest. An earlier pair
+    has up to `share` halves of each byte on this side, and a new pair has up to `own`.
     """
     if share <= own:
         return own * more
@@ -96,7 +97,7 @@ def _divided(more: int, left: int, share: int, own: int) -> int:
 
 @numba.njit(cache=True)
 def _longer(values: Ints, room: int) -> Ints:
-    """The same values, with room for more."""
+    """Return the same values in a longer array."""
     longer = np.empty((room, *values.shape[1:]), values.dtype)
     longer[: len(values)] = values
     return longer
@@ -104,13 +105,13 @@ def _longer(values: Ints, room: int) -> Ints:
 
 @numba.njit(cache=True)
 def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
-    """A number for all states with the same class, kinds and halves."""
+    """Return a number that identifies states with this class, these kinds, and these numbers of halves."""
     return ((pair_class * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
 
 
 @numba.njit(cache=True)
 def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
-    """Drop the states from `last` on that others with fewer halves make needless; return their end."""
+    """Drop the states from `last` on that are needless because of states with fewer halves; return the new end."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
     for s in range(last, made):
         pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
@@ -132,12 +133,12 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
 
 @numba.njit(cache=True, inline="always")
 def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
-    """The state with one more set, and with new pairs of some kinds (or none); impossible if `least` is above `most`.
+    """Return the state after one more set, with new pairs of these kinds (or none).
 
-    `limits` is the time that the pairs before have on each side.
+    The result is impossible if its `least` is above its `most`. `limits` is the time of the earlier pairs on each side.
     """
     pair_class, kinds, before, after, least, most = state
-    if new:  # as many bytes as move the limit still go to the pairs before, if these allow it
+    if new:  # earlier pairs take as many of the added bytes as their limits allow
         left = limits[0] - before * half - most
         most += _divided(added.more, left, _most_before(kinds), _most_before(new))
         left = limits[1] - after * half - (added.total - 2 * added.more - least)
@@ -158,14 +159,14 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
 
 @numba.njit(cache=True)
 def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
-    """Return whether there were too many states, how many the last set has, and how many there were.
+    """Return whether there were too many states, the number of states of the last set, and the number of all states.
 
-    `room` is the time before the moment and after it, wherever the moment is.
+    `room` is the most time before the moment and the most time after it.
     """
     release, tail, work, half = sets
     states = np.empty((1024, 6), np.int64)
     states[0] = np.array([0, BOTH, 1, 1, 0, 0])
-    cut, first, made = False, 0, 1  # whether there are too many; the states of the set before, and all
+    cut, first, made = False, 0, 1  # too many states?; first state of the previous set; all states
     for t in range(len(work)):
         last, more = made, work[t] - (work[t - 1] if t else 0)
         added = Added(t, more, 2 * work[t], room[0] - release[t], room[1] - tail[t])

@@ -1,1 +1,1 @@
-"""Plans whose messages are sent in two halves: sharded ones, and those with few messages."""
+"""Plans that send messages in two halves: sharded plans, and plans with few messages."""

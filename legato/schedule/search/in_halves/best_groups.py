@@ -1,12 +1,12 @@
-"""The groups that the bound "equal pairs" asks for: where it is exact, they are the best ones.
+"""The groups that the bound "equal pairs" asks for; if the bound is exact, they are the best groups.
 
-Where workers update their shards only, everything can be scattered before anything is gathered. Then the time of
-an iteration is the moment c at which the first all-gather begins, plus what follows it. Here T is the least time for
-which some c leaves enough time on both sides (`bound/arguments/equal_pairs.py`). Groups are taken from the end of the
-line, from what is ready last and needed first. Each has as many bytes as it can have for this T and this c. For a
-chain of layers without updates and one collective, this is the optimum of plans that scatter everything first. Where
-the two passes take their time in different layers, it can be better to scatter last what is needed last, after
-something has been gathered; only the search finds that (`group_search.py`).
+If workers update only their shards, everything can be scattered before anything is gathered. Then the time of an
+iteration divides at the moment c when the first all-gather begins. Here T is the least time for which some c leaves
+enough time on both sides (`bound/arguments/equal_pairs.py`). Groups are formed from the end of the line, which has the
+bytes that are ready last and needed first. Each group has as many bytes as T and c allow. For a chain of layers without
+updates and one collective, this is the optimum of plans that scatter everything first. If the two passes spend their
+time in different layers, it can be better to gather something before the gradients that are needed last are scattered.
+Only the search finds such plans (`group_search.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from legato.schedule.search.in_halves.period import GroupedPeriod
 
 __all__ = ["best_groups"]
 
-#: The most sets of a chain: some tenths of a second. Like bounds, they are no part of the budget.
+#: The most sets of a chain. They take some tenths of a second, which, as for bounds, is not part of the budget.
 _SETS = 1024
 #: The relative precision of the least time.
 _EXACT = 1e-4
@@ -30,9 +30,9 @@ _EXACT = 1e-4
 def best_groups(
     period: GroupedPeriod, low_s: float, high_s: float, *, partition: bool
 ) -> tuple[Groups, Arranged] | None:
-    """Groups for the least time between these two, or None if there are none for less than `high_s`.
+    """Return groups for the least time from `low_s` to `high_s`, or None if no time below `high_s` is possible.
 
-    Without `partition`, no tensor is in several of them.
+    Without `partition`, no tensor is in several groups.
     """
     workload = period.workload
     alpha_s = 2 * period.half_s(0)
@@ -55,13 +55,13 @@ def best_groups(
         return None
     until_s = _work(sets, line.alpha_s / 2, moment_s, found_s)
     cuts = [round(2 * seconds / line.beta_s_per_byte) for seconds in until_s]
-    # the chain begins with what is ready last, and groups with what is ready first
+    # The chain begins with the tensors that are ready last, and groups begin with those that are ready first.
     groups = [group for group in groups_between(workload, order.tolist(), cuts, partition) if group][::-1]
     return groups, period.in_order(groups, [*range(len(groups)), *reversed(range(len(groups), 2 * len(groups)))])
 
 
 def _work(sets: NestedSets, half_s: float, moment_s: float, seconds: float) -> list[float]:
-    """The work on one side up to the end of each group but the last, which takes the rest."""
+    """Return the total work on one side of c up to the end of each group except the last one, which takes the rest."""
     found: list[float] = []
     at, count = 0, len(sets.work_s)
     while at < count:

@@ -1,11 +1,10 @@
 """The search for groups of gradients that are sent in two halves (`groups.py`).
 
-Four ways to rank the halves are tried on groups of equal sizes and on other plans' groups:
-all that is scattered before all that is gathered (DeAR) or the other way round, and what
-the forward pass reads first before the rest, whole groups or among those to be gathered
-(priorities). The best are improved at random: neighbouring groups are merged and divided,
-borders are moved. At the end the orders of the halves and of the updates themselves are
-changed, in which the network and the stream may wait for what is urgent.
+Four ways to rank the halves are tried on groups of equal sizes and on the groups of other plans. The first two send
+reduce-scatters before all-gathers, in ready order (DeAR) or in the order in which the forward pass reads the groups.
+The third prefers all-gathers. The last one prefers both halves of groups that are read earlier (priorities). The best
+groups are improved at random: neighbouring groups are merged or divided, and borders are moved. Finally, the orders of
+the halves and of the updates are changed. In such an order, the network and the stream may wait for something urgent.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -30,15 +29,15 @@ from legato.simulator.period import Period
 
 __all__ = ["plan_in_groups", "plans_in_groups"]
 
-#: How many changes to try for every round. They cost less than changes of all-reduces.
+#: How many changes to try for every round. A change is cheaper than a change of all-reduces.
 _CHANGES = 32
-#: How many groups of equal sizes to try.
+#: The numbers of equal groups to try.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-#: How many starts are improved, and the share of the changes for orders.
+#: How many starting states are improved, and the share of the changes that change orders.
 _IMPROVED, _REORDERED = 6, 0.6
-#: Which part of the changes for orders moves a border between two groups, if it can.
+#: The fraction of these changes that move a border between two groups if possible.
 _RESIZED = 0.5
-#: By how much, relatively, a state may be slower than the one before it at the start of the changes; not at their end.
+#: By which fraction a state may be slower than the previous state at the start of the changes; it falls to 0.
 _HEAT = 0.005
 
 
@@ -49,10 +48,10 @@ def plans_in_groups(
     enough_s: float,
     arranged: Sequence[tuple[Groups, Arranged]] = (),
 ) -> Iterator[Plan]:
-    """Better and better plans, until one takes `enough_s`, or rounds or budget are spent.
+    """Yield plans from the search, until one takes at most `enough_s`, or the rounds or the budget are spent.
 
-    `starts` are groups of other plans, at least one, the best first. Those that are `arranged` are only
-    rearranged.
+    `starts` has the groups of other plans, at least one, the best first. Groups in `arranged` are already arranged, and
+    only their orders are changed.
     """
     search = _Search(period, not problem.cluster.unpack_s_per_byte, enough_s, random.Random(problem.seed), arranged)
     first, *others = starts
@@ -65,20 +64,21 @@ def plans_in_groups(
 
 
 def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arranged: Arranged) -> Plan:
-    """The plan of an iteration that is arranged; each message takes the collective that is cheapest for its size."""
+    """Return the plan of an arranged iteration; each message uses the collective that is cheapest for its size."""
     messages = problem.collectives.fit(period.messages(groups, arranged))
     plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
     return msgspec.structs.replace(plan, op_order=arranged.op_order)
 
 
 def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator[Groups]:
-    """Groups of about equal sizes, in the order in which gradients are ready; first of whole tensors.
+    """Yield groups of about equal sizes, in the order in which gradients are ready.
 
-    Numbers of groups that are `near` a given one come first.
+    Groups of whole tensors come first, and then, with `partition`, groups that divide tensors. Numbers of groups close
+    to `near` come first.
     """
     counts = sorted(_COUNTS, key=lambda count: max(count / near, near / count))
     workload = period.workload
-    # Of gradients that are ready at once, those that are read last come first, like all others.
+    # If gradients are ready at the same time, those that are read last come first, as usual in ready order.
     order = sorted(range(len(workload.tensors)), key=lambda t: (period.release_s[t], -period.first_read[t]))
     total = workload.nbytes
     seen = set()
@@ -106,10 +106,10 @@ def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator
 
 
 class _State(NamedTuple):
-    """Groups, the iteration that they make, and which of the ways to rank them makes it."""
+    """Groups, the iteration that results from them, and the index of the ranking that was used."""
 
     seconds: float
-    number: int  # of groups
+    number: int  # the number of groups
     groups: Groups
     arranged: Arranged
     way: int
@@ -124,7 +124,7 @@ def _rank(state: _State) -> tuple[float, int]:
 
 
 class _Search:
-    """The best iterations so far."""
+    """The search: the iterations found so far, and how to improve them."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class _Search:
         return state.seconds <= self.enough_s or self.period.budget.spent
 
     def start(self, groups: Groups) -> None:
-        """Try all ways to rank these groups."""
+        """Try all rankings of the halves of these groups."""
         for way, rank in enumerate(self.period.ranks(groups)):
             self.found.append(_state(groups, self.period.arrange(groups, rank), way))
             if self.period.budget.spent:
                 return
 
     def improve(self, changes: int) -> Iterator[_State]:
-        """Improve the best starts by other groups, and then the best of these by other orders."""
+        """Yield the best starting states, states with improved groups, and then the best state with improved orders."""
         yield from self.given
         ends = []
-        best: dict[int, _State] = {}  # by number of groups, since others lie far apart
+        best: dict[int, _State] = {}  # by number of groups, for starts that differ
         for state in sorted(self.found, key=_rank):
             best.setdefault(state.number, state)
         for state in [*best.values()][:_IMPROVED]:
@@ -174,7 +174,7 @@ class _Search:
         return _state(groups, self.period.arrange(groups, self.period.ranks(groups)[state.way]), state.way)
 
     def _reordered(self, state: _State) -> _State:
-        """The same with a half or an update elsewhere, or with a border moved under this order."""
+        """Move a half or an update to another place, or move a border and keep the order; return the new state."""
         groups = self._change(state.groups) if self.rng.random() < _RESIZED else state.groups
         if groups != state.groups and len(groups) == state.number:
             return _state(groups, self.period.again(groups, state.arranged), state.way)
@@ -198,7 +198,7 @@ class _Search:
         return groups
 
     def _cut(self, group: list[Part], at: int) -> tuple[list[Part], list[Part]]:
-        """Divide a group before one of its parts, or, where tensors may be partitioned, sometimes inside of it."""
+        """Divide a group before one of its parts, or, if tensors may be partitioned, sometimes within that part."""
         t, start, stop = group[at]
         inside = start + int((stop - start) * self.rng.random()) // ALIGNMENT * ALIGNMENT
         if not self.partition or inside == start or self.rng.random() < 0.5:

@@ -1,6 +1,6 @@
-"""Groups of gradients that are each sent in two halves: a reduce-scatter, and an all-gather of the same bytes.
+"""Groups of gradients; each group is sent in two halves, a reduce-scatter and an all-gather of the same bytes.
 
-`period.py` arranges their halves, and `group_search.py` searches for groups.
+`period.py` arranges the halves of groups, and `group_search.py` searches for groups.
 
 Units: seconds and bytes.
 """
@@ -18,15 +18,16 @@ from legato.simulator.period import Period
 
 __all__ = ["Arranged", "Groups", "Part", "groups_between", "groups_of"]
 
-#: Bytes of a tensor (its index): from a start to a stop.
+#: Part of a tensor: the tensor's index, the first byte, and the end.
 Part = tuple[int, int, int]
-#: What is scattered together and gathered together.
+#: Groups of parts; the parts of a group are scattered together and gathered together.
 Groups = list[list[Part]]
 
 
 class Arranged(NamedTuple):
-    """An iteration: its seconds, its halves as they begin (k scatters group k, and k + the number of groups gathers
-    it), and the order of its ops.
+    """An iteration: its seconds, its halves in the order in which they begin, and the order of its ops.
+
+    Of n groups, half k scatters group k, and half k + n gathers it.
     """
 
     seconds: float
@@ -35,7 +36,7 @@ class Arranged(NamedTuple):
 
 
 def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
-    """The groups of a plan in halves, in the order in which they are scattered."""
+    """Return the groups of a plan that sends halves, in the order in which they are scattered."""
     tensor_id = Period.of(workload).tensor_id
     return [
         [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in message.slices]
@@ -45,9 +46,10 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
 
 
 def groups_between(workload: Workload, tensors: Sequence[int], cuts: Sequence[int], partition: bool) -> Groups:
-    """The bytes of these tensors, end to end, divided at the nearest offsets that are possible.
+    """Lay these tensors end to end, divide them near these cuts, and return the groups.
 
-    Without `partition`, these are borders of tensors. A group may be empty.
+    Each cut moves to a nearby possible offset: without `partition`, to the nearest border of a tensor. A group may be
+    empty.
     """
     joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
     borders = [0, *(_border(joined, at, partition) for at in cuts), joined.nbytes]

@@ -1,9 +1,9 @@
-"""The best plan that sends the reduce-scatters of all its all-reduces before the all-gathers.
+"""The best plan that sends all reduce-scatters before all all-gathers.
 
-This is DeAR's idea, with the sizes that the cost model asks for. `merge_optimal.py`
-merges the reduce-scatters, for when the gradients are ready, and the all-gathers, backwards
-in time, for when the forward pass reads them. Each is the exact optimum for its end of the
-period (with messages of whole tensors), and so is the sum of both.
+This is DeAR's idea, with the best sizes according to the cost model. `merge_optimal.py` merges the reduce-scatters by
+the times at which gradients are ready. It also merges the all-gathers, backwards in time, by the times at which the
+forward pass reads them. Each result is the exact optimum for its end of the period (with messages of whole tensors), so
+the whole plan is optimal as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def halves(
     collective: str,
     most: float = math.inf,
 ) -> Plan:
-    """The plan for gradients with these release times and tails, by tensor.
+    """Return the plan for gradients with these release times and tails, by tensor.
 
     A message of several tensors has at most `most` bytes.
     """

@@ -1,8 +1,8 @@
-"""Plans whose messages are all sent in two halves, each when it is worth most.
+"""Plans that send all messages in two halves, each at its best time.
 
-Where the startup time of a message is a considerable part of the iteration, few messages are sent,
-and everything waits for the last one. So each is tried in two halves, a reduce-scatter during the backward
-pass and an all-gather when it is needed.
+If the startup time of a message is a considerable part of the iteration, few messages are sent, and all computation
+waits for the last message. So each message is tried in two halves, a reduce-scatter during the backward pass and an
+all-gather when its result is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from legato.schedule.search.in_halves.period import GroupedPeriod
 
 __all__ = ["pair_halves"]
 
-#: By how much such plans should be faster, since their messages are twice as many.
+#: By which fraction plans in halves must be faster, since they have twice as many messages.
 _WORTH = 0.002
 
 
 def pair_halves(fastest: Fastest, budget: Budget) -> None:
-    """Search for such plans, from the messages of the fastest one."""
+    """Search for plans in halves, starting from the messages of the fastest plan, and keep one if it is faster."""
     problem, plan = fastest.problem, fastest.plan
     workload, cluster = problem.workload, problem.cluster
     paired = Fastest(problem)

@@ -1,15 +1,14 @@
-"""An iteration whose gradients are sent in two halves: when each half goes, and each update runs.
+"""An iteration that sends gradients in two halves: when to send each half, and when to run each update.
 
-Idea: given the groups and a rank for every half, list scheduling gives a good plan in one pass over the
-iteration: whenever the network is free, it takes the half with the lowest rank among those
-that can go, and whenever the stream is free, it takes the update that is needed first among
-those that can run, or else the next forward op. As in a training step, updates follow the backward pass.
+Idea: given the groups and a rank for every half, list scheduling finds a good plan in one pass over the iteration.
+Whenever the network is free, it sends the possible half with the lowest rank. Whenever the stream is free, it runs the
+possible update that is needed first, or else the next forward op. As in a training step, updates follow the backward
+pass.
 
-With a sharded optimizer, each worker updates its own part of what is scattered, and a parameter is gathered
-when it is updated. An update then never makes the iteration longer than a forward op in its place would, since it
-is all that a later gather waits for. Otherwise gradients are gathered as soon as all of their tensor are scattered,
-whatever the stream does, and updates wait for them; then no order of updates is better than another one, if
-the stream is never idle while something can run.
+With a sharded optimizer, each worker updates its own part of the scattered gradients, and a parameter is gathered after
+its update. It is then never worse to run an update than a forward op, since later gathers wait only for updates.
+Otherwise, a gradient can be gathered once all of its tensor is scattered, whatever the stream does, and updates wait
+for gathers. Then all orders of updates are equally good, if the stream is never idle while something can run.
 
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
@@ -30,14 +29,14 @@ from legato.simulator.period import Period
 
 __all__ = ["GroupedPeriod"]
 
-#: What it costs to arrange an iteration: for each half, each op and each part.
+#: The work to arrange an iteration, for each half, op and part.
 _EVENT_S = 1e-6
 
 
 class GroupedPeriod:
-    """A period whose halves and updates can be arranged; `order` has all ops, updates always last.
+    """A period in which halves and updates can be arranged; `order` has all ops, with updates last.
 
-    `half_s(nbytes)` is the cost of a half. With `sharded_among`, as many workers each update their own part.
+    `half_s(nbytes)` is the cost of a half. With `sharded_among`, this number of workers share the updates.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class GroupedPeriod:
             for t in period.reads[op]:
                 self.first_read[t] = k
         until_s = [*accumulate(map(seconds.__getitem__, self.forward), initial=0.0)]
-        self.tail_s = [until_s[-1] - until_s[first] for first in self.first_read]  # of forward ops
+        self.tail_s = [until_s[-1] - until_s[first] for first in self.first_read]  # only forward ops
         self.update_reads = {op: period.reads[op] for op in self.updates}
         self.update_waits = {op: [dep for dep in period.waits[op] if dep in self.update_reads] for op in self.updates}
         self.update_s = {op: seconds[op] / (sharded_among or 1) for op in self.updates}
@@ -76,7 +75,7 @@ class GroupedPeriod:
         self._divide_forward(until_s)
 
     def _link_updates(self) -> None:
-        """Find the updates that wait for another one, and by update the first forward op that waits for it."""
+        """Find, for each update, the updates that wait for it, and the first forward op that waits for it."""
         self.followers: dict[int, list[int]] = {op: [] for op in self.updates}
         for op in self.updates:
             for dep in self.update_waits[op]:
@@ -88,21 +87,21 @@ class GroupedPeriod:
             self.urgency[op] = min((*own, *after), default=len(self.forward))
 
     def _divide_forward(self, until_s: Sequence[float]) -> None:
-        """Divide the forward pass into runs; its ops end at `until_s`."""
-        # Forward ops run in order, so those that read nothing for the first time follow the one before them. Where
-        # gathers wait for updates, one of these may be worth more than the next op.
+        """Divide the forward pass into runs of ops; `until_s` has the times at which its ops end."""
+        # Forward ops run in order, so an op that reads no new tensor joins the run of the previous op. If
+        # gathers wait for updates, each op is a run, since an update may be more urgent than the next op.
         starts = set(range(len(self.forward)) if self.is_sharded and self.updates else (0, *self.first_read))
         borders = sorted(starts | {len(self.forward)})
         self.runs = [self.forward[start:stop] for start, stop in pairwise(borders)]
         self.run_s = [until_s[stop] - until_s[start] for start, stop in pairwise(borders)]
         run_at = {start: k for k, start in enumerate(borders)}
-        self.reader = [run_at[first] for first in self.first_read]  # the run that reads a tensor first; the last: none
+        self.reader = [run_at[first] for first in self.first_read]  # by tensor: its first run, or their number
         self.new_reads = [0] * len(borders)
         for reader in self.reader:
             self.new_reads[reader] += 1
 
     def ranks(self, groups: Groups) -> list[list[tuple[int, int]]]:
-        """Ways to rank the halves of groups, in the order of `Arranged.halves`."""
+        """Return several rankings of the halves of groups, each by the numbers of halves in `Arranged.halves`."""
         read = [min(self.first_read[t] for t, _, _ in group) for group in groups]
         numbers = range(len(groups))
         return [
@@ -113,22 +112,22 @@ class GroupedPeriod:
         ]
 
     def arrange(self, groups: Groups, rank: Sequence[tuple[int, int]]) -> Arranged:
-        """Arrange an iteration by the ranks of halves."""
+        """Arrange an iteration by the ranks of its halves, and return it."""
         return _Arrangement(self, groups, rank).run()
 
     def in_order(self, groups: Groups, halves: Sequence[int], updates: Sequence[int] | None = None) -> Arranged:
-        """The iteration with halves and updates in these orders; infinite seconds if it waits for itself.
+        """Return the iteration with halves and updates in these orders; if it would deadlock, its seconds are infinite.
 
-        Without `updates`, each runs when it can.
+        Without `updates`, each update runs as soon as possible.
         """
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
-        """Return the iteration of the same number of other groups, in the same order of halves and updates."""
+        """Return the iteration of equally many other groups, with halves and updates in the same order as before."""
         return self.in_order(groups, arranged.halves, self._updates_in(arranged))
 
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
-        """The iteration with a half or an update in another place; infinite seconds if it waits for itself."""
+        """Move a half or an update at random, and return the iteration; on a deadlock, its seconds are infinite."""
         halves, updates = list(arranged.halves), self._updates_in(arranged)
         move_updates = updates is not None and len(updates) > 1 and rng.random() < 0.5
         order = updates if updates and move_updates else halves
@@ -139,7 +138,10 @@ class GroupedPeriod:
         return [op for op in arranged.op_order if op in self.update_s] if self.is_sharded else None
 
     def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
-        """The halves as messages, without collectives; all-reduces if each group is gathered as soon as scattered."""
+        """Yield the halves as messages without collectives.
+
+        If each group is gathered right after it is scattered, and the optimizer is not sharded, they are all-reduces.
+        """
         first, second = arranged.halves[::2], arranged.halves[1::2]
         if not self.is_sharded and all(k + len(groups) == half for k, half in zip(first, second, strict=True)):
             yield from (Message(self.slices(groups[k])) for k in first)
@@ -150,7 +152,7 @@ class GroupedPeriod:
             yield Message(slices[k], "all_gather" if gathers else "reduce_scatter")
 
     def slices(self, group: Iterable[Part]) -> tuple[Slice, ...]:
-        """The slices of a group; parts of a tensor that follow one another are one slice."""
+        """Return the slices of a group; adjacent parts of a tensor become one slice."""
         joined: list[Part] = []
         for t, start, stop in group:
             if joined and joined[-1][0] == t and joined[-1][2] == start:
@@ -161,7 +163,7 @@ class GroupedPeriod:
 
 
 class _Arrangement:
-    """One pass over an iteration: the network and the stream, each with what it can do next."""
+    """One pass over an iteration: the network and the stream, each with the work that it can do next."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class _Arrangement:
         halves: Sequence[int] = (),
         updates: Sequence[int] | None = None,
     ) -> None:
-        """By `rank`, or, without one, with halves in this order; with updates in this order, or when they can run."""
+        """Send halves by `rank`, or without ranks in the order `halves`; run `updates` in order, or when possible."""
         self.period, self.count = period, len(groups)
         self.rank, self.fixed = rank, list(halves)[::-1]
         self.fixed_updates = None if updates is None else list(updates)[::-1]
@@ -179,21 +181,21 @@ class _Arrangement:
         self.tensors = [list(dict.fromkeys(t for t, _, _ in group)) for group in groups]
         self.waits = {op: len(period.update_reads[op]) + len(period.update_waits[op]) for op in period.updates}
         self.since = dict.fromkeys(period.updates, period.backward_s)  # when an update can run
-        self.unupdated = list(map(len, period.updates_of))  # by tensor: its updates
+        self.unupdated = list(map(len, period.updates_of))  # by tensor: how many of its updates are left
         self.groups_with: list[list[int]] = [[] for _ in period.release_s]
         for k, tensors in enumerate(self.tensors):
             for t in tensors:
                 self.groups_with[t].append(k)
-        self.unscattered = list(map(len, self.groups_with))  # by tensor: groups
+        self.unscattered = list(map(len, self.groups_with))  # by tensor: groups that are not scattered yet
         self.ungathered = list(self.unscattered)
-        self.gather_waits = list(map(len, self.tensors))  # tensors that cannot be gathered yet
+        self.gather_waits = list(map(len, self.tensors))  # by group: tensors that cannot be gathered yet
         self.can_go = [max(period.release_s[t] for t in tensors) for tensors in self.tensors]
-        # Parameters can be gathered when nothing reads the old ones.
+        # Parameters can be gathered once no op reads their old values.
         self.can_go += [period.backward_s if period.is_sharded else 0.0] * self.count
         self.run_waits = list(period.new_reads)
         self.run_since = [period.backward_s] * len(self.run_waits)
-        self.coming = list(zip(self.can_go, range(self.count), strict=False))  # halves, by when they can go
-        self.there: list[tuple[tuple[int, int], int]] = []  # halves that can go, by rank
+        self.coming = list(zip(self.can_go, range(self.count), strict=False))  # halves, by when they can be sent
+        self.there: list[tuple[tuple[int, int], int]] = []  # halves that can be sent now, by rank
         heapq.heapify(self.coming)
         self.known = [True] * self.count + [False] * self.count  # whether `can_go` is known
         self.updates_coming: list[tuple[float, int, int]] = []
@@ -222,7 +224,7 @@ class _Arrangement:
         return Arranged(max(self.network, self.stream), tuple(self.halves), tuple(self.op_order))
 
     def _network_at(self) -> float:
-        """When the next half begins."""
+        """Return when the next half begins."""
         if self.rank is None:
             if not self.fixed or not self.known[self.fixed[-1]]:
                 return math.inf
@@ -232,7 +234,7 @@ class _Arrangement:
         return max(self.network, self.coming[0][0]) if self.coming else math.inf
 
     def _stream_at(self) -> float:
-        """When the next update or forward op begins."""
+        """Return when the next update or forward op begins."""
         if self.updates_there:
             return self.stream
         at = self._next_update_at()
@@ -265,7 +267,7 @@ class _Arrangement:
                 self._arrived(t, gathers=bool(gathers), now=now)
 
     def _arrived(self, t: int, *, gathers: bool, now: float) -> None:
-        """Note that all bytes of a tensor are scattered, or gathered."""
+        """Record that all bytes of a tensor are scattered, or gathered."""
         if gathers != self.period.is_sharded:
             for op in self.period.updates_of[t]:
                 self._one_less(op, now)
@@ -275,14 +277,14 @@ class _Arrangement:
             self._may_be_gathered(t, now)
 
     def _may_be_read(self, t: int, now: float) -> None:
-        """Let the forward pass read a tensor if it is gathered and has its new value."""
+        """Let the forward pass read a tensor if the tensor is gathered and updated."""
         if not (self.ungathered[t] or self.unupdated[t]):
             reader = self.period.reader[t]
             self.run_waits[reader] -= 1
             self.run_since[reader] = max(self.run_since[reader], now)
 
     def _one_less(self, op: int, now: float) -> None:
-        """Note that an update waits for one thing less from now on."""
+        """Record that from now on, an update has to wait for one event less."""
         self.waits[op] -= 1
         self.since[op] = max(self.since[op], now)
         if not self.waits[op]:
@@ -292,7 +294,7 @@ class _Arrangement:
         heapq.heappush(self.updates_coming, (self.since[op], self.period.urgency[op], op))
 
     def _may_be_gathered(self, t: int, now: float) -> None:
-        """Note that each group may gather its part of a tensor from now on."""
+        """Record that from now on, each group may gather its part of a tensor."""
         for k in self.groups_with[t]:
             self.gather_waits[k] -= 1
             half = k + self.count

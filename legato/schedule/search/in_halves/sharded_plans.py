@@ -1,5 +1,7 @@
-"""The best sharded plan: every scheduler's, sharded, the one that the bound asks for, and what a search makes of
-their groups.
+"""The search for the best sharded plan.
+
+Candidates are the plans of all schedulers, sharded; the plan that the bound asks for; and plans from a search that
+starts from the groups of these plans.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from legato.schedule.search.problem import Problem, Solve
 
 __all__ = ["sharded_plan"]
 
-#: The part of the budget for unsharded plans, and from how many plans to start.
+#: The part of the budget for unsharded plans, and the number of plans from which to start.
 _UNSHARDED, _STARTS = 0.25, 5
 
 
 def sharded_plan(problem: Problem, solve: Solve) -> Plan:
-    """The best plan that shards what the problem says."""
+    """Return the best plan with the problem's `shard`."""
     workload, cluster, shard = problem.workload, problem.cluster, problem.shard
     budget, captured = problem.budget(1 - _UNSHARDED), workload.iteration_order()
     plans = [sharded(plan, workload, shard) for plan in _known(problem)]
@@ -74,7 +76,7 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
 
 
 def _known(problem: Problem) -> Iterator[Plan]:
-    """Return plans to shard that need no search; for large models, without other schedulers' plans."""
+    """Yield plans to shard that need no search; for large models, leave out the plans of other schedulers."""
     lines, workload = problem.collectives.lines, problem.workload
     times = times_in_order(workload, workload.iteration_order())
     for name in dict.fromkeys((lines.choices[0][0], lines.choose(workload.nbytes)[0])):
@@ -84,6 +86,6 @@ def _known(problem: Problem) -> Iterator[Plan]:
 
 
 def _with_captured_updates(order: tuple[int, ...], workload: Workload) -> tuple[int, ...]:
-    """The backward and forward ops in this order, then the optimizer ops in the captured one."""
+    """Return the backward and forward ops in this order, then the optimizer ops in the captured order."""
     updates = [op for op in workload.iteration_order() if workload.ops[op].phase == "optimizer"]
     return (*(op for op in order if workload.ops[op].phase != "optimizer"), *updates)
