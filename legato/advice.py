@@ -250,7 +250,7 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     """Judge a job by its traces.
 
     `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack
-    something that a plan needs, the verdict says what is missing, and only where the time goes.
+    something that a plan needs, the verdict only says what is missing and where the time goes.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
     if found.lacking:
@@ -417,7 +417,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Return the sentences of a verdict on groups, and the row to try: without more memory, if that saves enough."""
+    """Return the sentences of a verdict on groups, and the row to try, if possible without more memory."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -498,7 +498,7 @@ def _verdict(
 
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
-    """Say what iterations wait for. Times are medians over the steps of a rank, and then means over the ranks."""
+    """Say what iterations wait for. Each time is the mean, over the ranks, of a rank's median over its steps."""
     shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
@@ -530,7 +530,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return the mean over the ranks of a time: of each rank's median over its steps."""
+    """Return a time as the mean, over the ranks, of each rank's median over its steps."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -589,7 +589,7 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on the traces of a job, or of a job before and after a change, and the `changes`."""
+    """The verdict on a job's traces, or on its traces before and after a change, with `changes` between the two."""
 
     jobs: tuple[Imported, ...]
     advice: tuple[Advice, ...]

@@ -41,7 +41,7 @@ WARMUP_STEPS, OBSERVED_STEPS = 2, 10
 #: Planning fails after this time, in seconds. Meanwhile, all ranks but 0 wait; under NCCL they give up after ten
 #: minutes.
 PLANNING_S = 300.0
-#: The matrices that are multiplied by the weights, as computation during messages, have this number of columns.
+#: Computation during messages multiplies each weight by a matrix with this number of columns.
 _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
@@ -63,17 +63,18 @@ def distribute(  # noqa: PLR0913
 ) -> tuple[Any, Any]:
     """Train a model on all ranks as `DistributedDataParallel` does, but send its gradients by a plan.
 
-    Call it on every rank, in a script that was started with torchrun, after `torch.distributed.init_process_group`. The
-    model stays a `DistributedDataParallel`. If legato cannot handle a pass, DDP sends the gradients of that pass,
-    and a line on standard error says so. `legato.attachment(model)` returns what legato does for the model.
+    Call `distribute` on every rank, in a script that was started with torchrun, after
+    `torch.distributed.init_process_group`. The model stays a `DistributedDataParallel`. If legato cannot handle a pass,
+    DDP sends the gradients of that pass, and a line on standard error says so. `legato.attachment(model)` returns what
+    legato does for the model.
 
     Args:
         model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one (a compiled model, or a
             framework's). Any other module is wrapped; its parameters must be on their final device and in their
             final dtype.
         optimizer: a `torch.optim.Optimizer` with parameters of the model. Without an optimizer, parameters are updated
-            when `step()` is called, not when they are read. The optimizer can also be given later, in another call.
-            legato does not change an optimizer of any other class.
+            when `step()` is called, not when they are read. The optimizer can also be given later, in another call. An
+            optimizer of another class stays as it is.
         plan: `"auto"` to make plans from the first 12 steps of training, and to keep the plan that is fastest in the
             next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
@@ -85,7 +86,7 @@ def distribute(  # noqa: PLR0913
         error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
-            If None, rank 0 only logs the change.
+            With `replan` None, rank 0 only logs the change.
         current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
             returns, for code that reads parameters where legato cannot see it.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`). If None, the
@@ -101,7 +102,7 @@ def distribute(  # noqa: PLR0913
     Raises:
         InputError: no process group is initialized, or an argument is not as described.
         PlanError: the plan is for another model, or this runtime cannot run it.
-        RankError: the ranks do not have the same model, optimizer and plan. Every rank raises this error.
+        RankError: the ranks do not have the same model, optimizer and plan; every rank raises this error.
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")

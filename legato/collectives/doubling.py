@@ -31,7 +31,7 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Return the number of consecutive transfers. One is hidden if at most half of the p ranks have such a partner."""
+    """Return the number of consecutive transfers: one less if at most half of the p ranks have an extra partner."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

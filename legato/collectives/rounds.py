@@ -21,9 +21,9 @@ __all__ = ["Algorithm", "Round", "Rounds", "Step", "Transfer", "back", "steps"]
 class Round(NamedTuple):
     """A round in which each of `senders` sends a block of parts ([Note: blocks]), all at the same time.
 
-    The receivers of rank r are the ranks r + `shifts`, modulo the number of ranks. With `flip`, the receiver is the
-    rank with these bits of its number flipped. The round runs `laps` times, and each time the senders pass on the block
-    that they received the time before.
+    The receivers of rank r are the ranks r + `shifts`, modulo the number of ranks. With `flip`, the receiver's number
+    is r with these bits flipped. The round runs `laps` times, and each time the senders pass on the block that they
+    received the time before.
     """
 
     senders: range
@@ -88,9 +88,9 @@ class Algorithm(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Return whether a message can be sent in two halves, between which each rank has the sum of its own part.
+        """Return whether a message can be sent in two halves: after the first, each rank has the sum of a part.
 
-        The cost of such an algorithm also depends on the depth (`legato.simulator.pipelining`).
+        The cost of an algorithm with halves also depends on the depth (`legato.simulator.pipelining`).
         """
         return self.rounds(2).parts > 1
 

@@ -440,7 +440,7 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that adds up gradients, which the first half pays."""
+        """Return the part of a derived cost per byte that adds up gradients. It belongs to the first half."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
@@ -460,7 +460,7 @@ class Cluster(
     def in_wire_format(self) -> Cluster:
         """Return the cluster on which all messages are sent in a wire format, in half the bytes.
 
-        Packing and unpacking cost the same, since they handle all elements.
+        Packing and unpacking cost the same as without a wire format, since they handle all elements.
         """
         beside = self.contention
         if beside is not None:

@@ -92,7 +92,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function, with its exceptions turned into errors by `blame`. The errors call it `name`."""
+    """Return the function, with its exceptions turned into errors by `blame`. Errors call the function `name`."""
 
     @wraps(function)
     def call(*values: Any, **options: Any) -> Any:

@@ -79,9 +79,10 @@ def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> i
 
 
 def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
-    """Return the slice with cuts allowed in a sharded plan for a tensor of `size` bytes, or None if it is empty.
+    """Return the slice between places where a sharded plan may cut the tensor, or None if the slice is then empty.
 
-    Each end of the slice moves towards the beginning of the tensor, by less than 64 elements.
+    Each end of the slice moves towards the beginning of the tensor, by less than 64 elements. The tensor has `size`
+    bytes.
     """
     unit = _ALIGNED_ELEMENTS * element_size
     start, stop = (byte if byte == size else byte - byte % unit for byte in (piece.start, piece.stop))

@@ -33,7 +33,8 @@ class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True,
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="start"):
-    """The start of a communication, given by its number in the program. The worker does not wait for its end."""
+    """The start of a communication, given by its number in the program. The worker does not wait for the end of the
+    communication."""
 
     communication: int
 
@@ -246,7 +247,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
-        """Check that each lane starts each of its communications once, and that starts of a group have one order."""
+        """Check that lanes start all their communications once, and start a group's communications in one order."""
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()

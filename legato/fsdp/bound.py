@@ -153,7 +153,7 @@ class _Chain:
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
         """Return the seconds of collectives before each forward computation, or after each backward computation.
 
-        The root's collectives are included. The collectives carry at least all units up to this computation, and from
+        The collectives include the root's. The collectives carry at least all units up to this computation, and from
         the first unit of the first group on, that whole group.
         """
         until = sizes.cumsum()

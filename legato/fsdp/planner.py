@@ -16,7 +16,7 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 
 __all__ = ["by_unit", "every", "fastest"]
 
-#: The number of smallest sizes of groups that are tried as starts, and the number of starts that are improved.
+#: The number of least group sizes that are tried as starts, and the number of starts that the search improves.
 _SIZES, _CLIMBED = 24, 2
 #: Settings (forward depth, backward depth, buffers) of starts, and then of all layouts.
 _SETTINGS = ((0, 0, 1), (2, 2, 1), (3, 3, 1), (2, 2, 2))

@@ -209,7 +209,7 @@ class _Rules:
         # gather.
         self.wire_from = self.gather_from = 0
         self.last_gather: int | None = None
-        self.hook_s = costs.host_s / 4  # for each of four hooks: before and after both passes
+        self.hook_s = costs.host_s / 4  # the time of each of four hooks: before and after both passes
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -252,7 +252,7 @@ class _Rules:
             {one.number: one.after for one in self.collectives if one.after is not None},
         )
         ends = [end for action, end in zip(lane, times.actions[0], strict=True) if not isinstance(action, Start)]
-        self.moments = [0.0, *ends]  # the time of each place
+        self.moments = [0.0, *ends]  # the time at each place of the program
         pieces = []
         for one in self.issued:
             begin, end = self.moments[one.place], self.moments[one.until]
