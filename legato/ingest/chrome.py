@@ -10,7 +10,7 @@ also pass a decoder of the whole file.
 backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run
 valid, these values are repaired and counted: a number that is not valid becomes `null`, and an invalid string is read
 character by character. A string ends at a quote that is followed by a comma and the next key, or by a bracket. A name
-may contain such quotes; it ends where a key of an event follows.
+may also contain such quotes, so it ends only where a key of an event follows.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def matched(transfers: Transfers) -> list[Joint]:
 
 
 def _check_same_number(group: tuple[int, ...], ranks: Sequence[int], numbers: Mapping[int, Sequence[int]]) -> None:
-    """Raise `InputError` unless exactly these ranks have communications of the group, all the same number."""
+    """Raise `InputError` unless all these ranks, and no others, have the same number of the group's communications."""
     if outside := [rank for rank in numbers if rank not in ranks]:
         raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
     most = max(numbers, key=lambda rank: len(numbers[rank]))

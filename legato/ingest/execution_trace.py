@@ -294,7 +294,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[int]:
 
 
 def _arguments(schema: str) -> list[str]:
-    """Return the arguments of `name(Tensor(a!) self, int[2] size) -> ...`, each with its type."""
+    """Return the arguments, with types, of a schema such as `name(Tensor(a!) self, int[2] size) -> ...`."""
     depth, current, found = 0, "", list[str]()
     for c in re.sub(r"^[^(]*\(", "", schema, count=1):
         if c == ")" and depth == 0:

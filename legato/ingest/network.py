@@ -38,7 +38,7 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
     If the traces tell which group shares gradients, only this group's all-reduces count. For each number of bytes, the
     median time without waits for late ranks counts. If the waits are not known, the fastest time counts, because waits
-    only make a collective longer. `workers` is used if the traces do not tell the number of workers. Raises
+    only make a collective longer. `workers` is the number of workers, in case the traces do not tell it. Raises
     `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}

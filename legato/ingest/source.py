@@ -135,7 +135,7 @@ def refusals_name_files(
 
 
 def title_of(path: Path) -> str:
-    """Return the name of a trace's workload, for use if the user gives no name."""
+    """Return a name for the workload of a trace, from the name of its file."""
     return one_line(path.name.partition(".")[0], 60) or "trace"
 
 

@@ -100,7 +100,7 @@ class Gradient:
     name: str
     nbytes: int
     ready_after: int
-    readers: tuple[int, ...] | None = None  # None: not in the trace
+    readers: tuple[int, ...] | None = None  # None if the trace does not tell
     transfer: int | None = None
 
 

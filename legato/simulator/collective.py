@@ -192,9 +192,9 @@ def _run(period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cl
 class _Run:
     """The simulation of one iteration.
 
-    Two cursors, one over the ops in execution order and one over the messages, advance as far as the times that they
-    need are known. All times are maxima and sums of earlier times, so it does not matter which cursor advances first.
-    If neither cursor can advance, ops and messages of the plan wait for each other.
+    One cursor goes over the ops in execution order, and another cursor over the messages. Each cursor advances as far
+    as the times that it needs are known. All times are maxima and sums of earlier times, so it does not matter which
+    cursor advances first. If neither cursor can advance, ops and messages of the plan wait for each other.
     """
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
@@ -237,7 +237,7 @@ class _Run:
             self.order = [*backward, *period.updates_by_arrival(self.plan.messages), *forward]
 
     def _gather_s(self, cluster: Cluster) -> dict[int, float]:
-        """Return, for each op that gathers gradients before it starts, the seconds that this takes."""
+        """Return the seconds that each op needs to gather gradients before it starts, by op."""
         tensors = self.period.workload.tensors
         if not cluster.unpack_s_per_byte:
             return {}
@@ -348,9 +348,9 @@ class _ContendedRun(_Run):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
         self.packed_bytes = 0  # the bytes that have arrived and are still to be unpacked
-        # of the ops for which the next message waits, the number of first ones known to have ended
+        # the next message waits for ops; this number of them, from the first on, have ended
         self.ready = 0
-        # of the tensors that the next op reads, the number of first ones known to have arrived
+        # the next op reads tensors; this number of them, from the first on, have arrived
         self.read = 0
 
     def run(self) -> None:

@@ -95,7 +95,7 @@ def import_chakra_program(
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
-    """Return the files by rank. File names tell the rank (`<prefix>.<rank>.et`), or otherwise the position."""
+    """Return the files by rank. The rank is in the file name (`<prefix>.<rank>.et`), or is the file's position."""
     found: dict[int, Path] = {}
     for position, path in enumerate(paths):
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
@@ -243,7 +243,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Return phases from the ids, which grow over time, of nodes on autograd's thread, which runs `*_backward`."""
+        """Return phases from the ids of nodes on autograd's thread, which runs `*_backward`. Ids grow over time."""
         threads = {
             n.attributes.get("tid")
             for n in self.order

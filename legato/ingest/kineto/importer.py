@@ -388,7 +388,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
             (transfer.began_s, transfer.end_s)
         )
-    for kind, start, end in step.foreign_transfers:  # of the next step, since it is also traced until its own end
+    for kind, start, end in step.foreign_transfers:  # collectives of other steps that run during this step
         by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])

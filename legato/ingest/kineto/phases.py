@@ -48,7 +48,7 @@ class Phases:
     backward_s: float
     optimizer_s: float
     passes: tuple[BackwardPass, ...]  # empty if the trace has no operators of autograd
-    trains: bool = True  # False for inference: the trace has operators, but neither autograd's nor updates
+    trains: bool = True  # False for inference: the trace has operators, but no autograd and no updates
 
     def at(self, moment_s: float) -> Phase:
         """Return the phase of an activity that the host launched at this time."""

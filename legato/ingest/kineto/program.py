@@ -170,7 +170,7 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether the communication can start only after the end of the one for which the pause waits."""
+        """Return whether the communication can start only after the end of the one that the pause awaits."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S

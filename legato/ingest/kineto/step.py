@@ -184,9 +184,9 @@ def _of_gradients(
 ) -> list[bool]:
     """Return, for each collective, whether it can carry gradients, provided that the backward pass issued it.
 
-    A collective of integers carries no gradients, and neither does one that is part of an autograd node. Losses and
-    norms are recognized by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has
-    half). An all-reduce within a compiled graph carries gradients if its bytes equal the bytes of parameters.
+    A collective carries no gradients if it has integers, or if it is part of an autograd node. Losses and norms are
+    recognized by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has half). An
+    all-reduce within a compiled graph carries gradients if its bytes equal the bytes of parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 

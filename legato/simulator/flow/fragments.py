@@ -7,7 +7,7 @@ server that holds some of its tensors (or one fragment without servers). Fragmen
 [Note: kinds of messages] Every fabric has two operations: `reduce` (gradients become sums) and `distribute` (sums reach
 all workers). On every fabric, `push` and `reduce_scatter` mean `reduce`, and `pull` and `all_gather` mean `distribute`.
 `all_reduce` means both; on parameter servers it is a push and a pull. Servers distribute all-reduced tensors in the
-order in which the forward pass reads them, since the plan has no order for that. Pulls keep the plan's order.
+order in which the forward pass reads them, since the plan has no order for this. Pulls keep the plan's order.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runt
 #: The kind of each event category, in lower case. Profilers before 2022 wrote one-word categories, and wrote marks as
 #: operators.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: The least number of a rank's own events for each stray event. If there are fewer strays on another device than that,
-#: they do not come from another rank, and misplaced strays are errors of the profiler.
+#: Fewer than one in this number of events are strays. Strays on another device do not mean that the trace is of several
+#: ranks, and the times of strays may be wrong even if all other times are right.
 STRAY = 20
 #: An event has a wrong time if it begins this much before an event that was launched earlier.
 _MISPLACED_S = 0.1

@@ -1,5 +1,5 @@
 """The engine, which runs services on links.
 
-Simulations add services (`services.py`) to a graph (`graph.py`). Links serve them one after another, first come, first
-served or by priority (`loop.py`), or all at once at max-min fair rates (`fair.py`).
+Simulations add services (`services.py`) to a graph (`graph.py`). Links serve services one after another (first come,
+first served, or by priority; `loop.py`), or all at once at max-min fair rates (`fair.py`).
 """

@@ -24,8 +24,8 @@ __all__ = ["fair_rates", "run_fair"]
 #: A flow has ended when only this fraction of its bytes is left.
 _NOTHING = 1e-12
 _NO_WEIGHT = np.empty(0, np.int64)
-#: The state of a flow. It has the time when the flow is ready, its start, its bytes on links, the bytes left, its rate,
-#: its time on no link, and the number of services for which its services wait.
+#: The state of a flow: the time when it is ready, its start, its bytes on links, the bytes left, its rate, its time on
+#: no link, and the number of services for which its services wait.
 _STATE = np.dtype(
     [(name, "f8") for name in ("ready_s", "start_s", "size", "left", "rate", "fixed_s")] + [("held_back", "i8")]
 )
@@ -116,8 +116,8 @@ def _flows(records, successors):
 def fair_rates(links, first, capacity, weight):
     """Return the max-min fair rate of each flow, in the unit of `capacity[link]`.
 
-    Flow f uses the links `links[first[f]:first[f + 1]]`, each listed once. On each link it uses `weight` times its
-    rate, or its rate if `weight` is empty. A flow on no link has an infinite rate.
+    Flow f uses the links `links[first[f]:first[f + 1]]`, each listed once. On each link, a flow uses `weight` times its
+    rate, or just its rate if `weight` is empty. A flow on no link has an infinite rate.
     """
     flows, num_links = len(first) - 1, len(capacity)
     rate = np.full(flows, np.inf)

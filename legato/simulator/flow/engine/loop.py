@@ -16,8 +16,8 @@ each discipline, and caches the result on disk.
 [Note: queues] The successors of a link's services become ready mostly in the order in which the link served them. The
 services of a link that wait for streams and barriers also become ready mostly in order. Each such sequence is a
 *queue*: its services form a linked list (`next`), and only its head is in the heap. The heap therefore grows with the
-number of links, not with the number of waiting transfers. A service that is ready before the last service of its queue
-goes into the heap directly. The order of service is the same as with one heap of all services.
+number of links, not with the number of waiting transfers. A service that becomes ready before the last service of its
+queue goes directly into the heap. Services are served in the same order as with one heap of all services.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _timer = event.TimingListener()
 event.register("numba:compile", _timer)
 
 _NONE = -1
-#: Values of `next` that are not a service: the service is the last one of its queue, or it has left its queue.
+#: Values of `next` that are no service. They mean that a service is the last of its queue, or has left its queue.
 _LAST, _DONE = -1, -2
 #: Ids in the heap from this number down are links.
 _FIRST_LINK = -2
@@ -260,7 +260,7 @@ def _taken(records, priority, heap, stack, sizes):
 
 @_inlined
 def _before(records, priority, s, a, i, t, b, j):
-    """Return whether i (moment s, key a) comes before j (moment t, key b). Links come before services."""
+    """Return whether i (moment s, key a) comes before j (moment t, key b). On a tie, links precede services."""
     if s != t:
         return s < t
     if priority is not None:

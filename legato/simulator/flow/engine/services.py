@@ -14,7 +14,7 @@ several services release one, cut through or after. Computation is a service on 
 takes no time.
 
 A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the tail passes
-later. Until the tail passes, the faster link serves other services.
+later. Until the tail passes, the faster link can serve other services.
 """
 
 from __future__ import annotations

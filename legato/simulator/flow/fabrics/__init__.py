@@ -90,7 +90,7 @@ def fabric(name: str | Fabric, **options: Any) -> Fabric:
 
 
 def fitting(name: str | Fabric, options: Mapping[str, Any]) -> Fabric:
-    """Return the fabric with this name, with those options that apply to it. Raises `InputError` as `fabric` does."""
+    """Return the fabric with this name, with the options that apply to it. Raises `InputError` as `fabric` does."""
     known = _options(name)
     return fabric(name, **{key: value for key, value in options.items() if key in known})
 

@@ -63,7 +63,7 @@ class AllReduce(Collective):
 
 
 def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, parts: int, *, adds: bool) -> Ids:
-    """Add the transfers of a round, and return services that end when each worker has the parts that it then holds."""
+    """Add the transfers of a round, and return services that end when each worker has its parts after the round."""
     everyone = len(one.senders) == topology.workers
     nbytes = fragments.nbytes * one.block / parts
     if everyone and len(one.shifts) > 1:
@@ -107,7 +107,7 @@ def around(
     adds: bool,
     group: Group | None = None,
 ) -> Ids:
-    """Add a round in which each worker of a group sends to one other worker, and passes on what it receives."""
+    """Add a round in which each worker of a group sends to one other worker, which passes the blocks on."""
     members, stride, local = group or Group(topology.workers)
     place, (shift,) = topology.ranks // stride % members, one.shifts
     target, come_from = (

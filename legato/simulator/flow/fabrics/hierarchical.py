@@ -31,7 +31,8 @@ class Hierarchical(Collective):
     """Hierarchical all-reduce: within hosts and between them.
 
     A host has `Network.gpus_per_host` workers. If `gpus_per_host` is 1, a host has as many workers as the greatest
-    common divisor of 8 and the number of workers in each rack. They share the first worker's network card.
+    common divisor of 8 and the number of workers in each rack. The workers of a host then share the first worker's
+    network card.
     """
 
     def host_shape(self, network: Network) -> HostShape:

@@ -80,10 +80,10 @@ def simulate_flow(
 
     `workload` is one workload for all workers, or a sequence with one per worker, which may differ only in the
     durations of ops. Without a plan, `plain_plan` is used. With `iterations` None, one iteration is simulated if all
-    workers start together (with a barrier, or if they are identical) or the network is disturbed, and otherwise three.
-    `keep_transfers` False drops the data that only the link lanes of `FlowResult.timeline` need; without this data,
-    identical workers in a ring, a shuffle or doublings take little time and memory. By default, only a few of many
-    identical workers are simulated; `symmetry` False simulates every worker.
+    workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
+    Otherwise, three iterations are simulated. `keep_transfers` False drops the data that only the link lanes of
+    `FlowResult.timeline` need; without this data, identical workers in a ring, a shuffle or doublings take little time
+    and memory. By default, only a few of many identical workers are simulated; `symmetry` False simulates every worker.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.
@@ -103,7 +103,7 @@ def check_flow(
     *,
     iterations: int | None = None,
 ) -> None:
-    """Raise the errors that `simulate_flow` raises before it simulates (without keeping transfers)."""
+    """Raise the errors that `simulate_flow` raises before it simulates, if it keeps no transfers."""
     _case(workload, plan, fabric, network, iterations).topology(symmetry=True, keep_transfers=False)
 
 

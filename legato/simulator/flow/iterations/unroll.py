@@ -219,7 +219,7 @@ class Unrolled:
         return released
 
     def _limit_in_flight(self, k: int, summed: Ids, received: Ids) -> None:
-        """Allow at most `in_flight` messages at once. A message counts until it has ended on all workers."""
+        """Allow at most `in_flight` messages at once. A message is in flight until it has ended on all workers."""
         if self.fabric.in_flight is None:
             return
         count = len(self.plan.messages)

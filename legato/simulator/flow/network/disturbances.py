@@ -1,6 +1,6 @@
 """Disturbances: links and workers that are slower, or stand still, during a part of a simulation.
 
-[Note: profiles] A *profile* is the factor by which a link or a worker is slower, as a step function of time. Work of
+[Note: profiles] A *profile* is a step function of time: the factor by which a link or a worker is slower. Work of
 `work_s` seconds that begins at b ends when the integral of 1 / factor from b on reaches `work_s`. Both engines follow
 profiles from step to step, so no time is rounded. With a factor of 1, all times equal the times in an undisturbed
 simulation to the last bit.
@@ -198,7 +198,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or if a number is not below the limit `there[kind]`."""
+    """Raise `InputError` on too many disturbances, or on a number that does not exist: `there` counts each kind."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:

@@ -29,13 +29,13 @@ PRICED_AS = {"butterfly": "recursive-doubling"}
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts on full-duplex links, below one switch that never blocks or several switches (`switches.py`).
+    """Hosts with full-duplex links to one switch that never blocks, or to several switches (`switches.py`).
 
     `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in each direction. On the link of worker w,
     a byte takes `link_scale[w]` times as long (if empty: 1). The links of servers have `server_bandwidth_bps` (None:
-    the same as the links of workers). `latency_s` (seconds) is added once to each transfer between hosts. During
-    `send_s`, a part of the latency (None: as `Cluster.derive` assumes), the sender is busy with the transfer and sends
-    nothing else.
+    the same as the links of workers). `latency_s` (seconds) is added once to each transfer between hosts. `send_s` is
+    the part of the latency in which the sender is busy with the transfer and sends nothing else (None: as
+    `Cluster.derive` assumes).
 
     Workers are numbered host by host: `gpus_per_host` neighbours share a host, and `gpus_per_card` of them share a
     network card. A worker's link is always the link of its card. Each worker also has a link of `local_bandwidth_bps`
@@ -283,7 +283,7 @@ def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple
     Raises `InputError` if the factor is out of range; the error calls the factor `name`.
     """
     _check_factor(name, factor)
-    # in the last two cases, `Network` raises the error
+    # in the last two cases, `Network` raises an error
     if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:
         return ()
     return (*[1.0] * (workers - alike), *[factor] * alike)

@@ -6,8 +6,7 @@ core switches. A transfer goes up only as far as necessary, and down again. On t
 and of cores; on the way down, there is only one path. So the paths from one host to all others form a tree, and the
 paths from all hosts to one also form a tree.
 
-- *leaf-spine*: hosts in racks with a leaf each, and one pod. One rack is one switch that
-  never blocks.
+- *leaf-spine*: hosts in racks, a leaf for each rack, and one pod. One rack is one switch that never blocks.
 - *fat tree* (Al-Fares et al., SIGCOMM 2008): switches with k ports, k pods of k/2 leaves
   and k/2 spines, (k/2)^2 cores, k/2 cards at each leaf.
 - *rails* (NVIDIA's rail-optimized topology): card i of every host is connected to leaf i.
@@ -147,7 +146,7 @@ class Switches:
 
     @property
     def connected(self) -> bool:
-        """Return whether all leaves are connected (they are not on rails without spines)."""
+        """Return whether all leaves are connected, which is true except on rails without spines."""
         return self.spines > 0
 
     @property
@@ -232,7 +231,7 @@ class Switches:
         if self.one:
             return np.empty(0)
         leaves, pods, spines, cores, _ = self._tiers
-        # The divisor is the number of all cards, unless some leaves have more cards than others.
+        # The divisor, leaves times cards of a leaf, is the number of all cards if every leaf has the same number.
         leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / (leaves * self._cards_of_leaves)
         core = leaf[0] * self.core_oversubscription * cores * pods / leaves
         return np.concatenate([np.repeat(leaf, 2 * spines), np.full(2 * pods * spines * cores, core)])

@@ -166,9 +166,9 @@ class Topology:
     ) -> Ids:
         """Send from hosts to hosts, and return services that end when the last byte arrives.
 
-        Transfers start when all services in `after` have ended. All arrays are broadcast. If several transfers are
-        ready on a link at the same time, the transfer with the smallest `key` goes first. With `adds`, the target adds
-        the bytes to its own bytes, and the services end after the addition.
+        Transfers start when all services in `after` have ended. All arrays are broadcast to one shape. If several
+        transfers are ready on a link at the same time, the transfer with the smallest `key` goes first. With `adds`,
+        the target adds the bytes to its own bytes, and the services end after the addition.
         """
         after = list(after)
         source, target, nbytes, key, *_ = np.broadcast_arrays(source, target, nbytes, key, *after)
@@ -194,9 +194,9 @@ class Topology:
 
         Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to host `target[r]` and receives from
         rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes, so it forwards nothing
-        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. If `local` is None, host
-        numbers tell this, but not if one host represents all. Returns services that end when the rank has received the
-        bytes of the step, as [fragment, step, rank].
+        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. If `local` is None, it
+        follows from the numbers of hosts, which must then not represent other hosts. Returns services that end when the
+        rank has received the bytes of the step, as [fragment, step, rank].
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -366,7 +366,7 @@ class Topology:
     ) -> Ids:
         """Send from a host to all hosts along the last axis of `targets`, and return services that end on arrival.
 
-        Workers that share a card receive the bytes at the same time.
+        Workers that share a network card receive the bytes at the same time.
         """
         after = list(after)
         source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)

@@ -46,14 +46,14 @@ __all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes"
 #: The default number of iterations of the job with the longest period.
 ITERATIONS = 30
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 1000
-#: The most iterations of a job, whose period may be far shorter than the longest one.
+#: The most iterations of a job. Jobs with short periods run more iterations than the job with the longest period.
 _MOST_OF_ONE = 20_000
 _MOST_JOBS = 64
 #: The most services. A service takes 64 bytes, is stored twice, and has several edges: 3 GB in all, or 5 GB with
 #: priorities.
 _MOST_SERVICES = 20_000_000
 _LONGEST_S = 1e9
-#: The most workers of a job in a timeline, which people look at.
+#: The most workers of a job that a timeline shows.
 _MOST_DRAWN = 32
 
 Times = NDArray[np.float64]
@@ -272,7 +272,7 @@ class SharedNetwork:
         return counts
 
     def _check_size(self, counts: Sequence[int]) -> None:
-        """Raise `TooLargeError` if these counts of iterations need too many services, at a low estimate."""
+        """Raise `TooLargeError` if even a low estimate of the services for these counts of iterations is too high."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
@@ -358,7 +358,7 @@ class SharedNetwork:
     ) -> tuple[list[Unrolled], list[Ids], Services]:
         """Return the graph of `counts` iterations of the chosen jobs.
 
-        If `wait` is set, iterations wait for services, which are returned, too.
+        If `wait` is set, iterations wait for services, which are also returned.
 
         If `wait` is not set, there are no disturbances.
         """

@@ -7,8 +7,8 @@ other computes.
 A shift is between 0 and the period of its job. With two jobs, the second job's shift is tried at `GRID` equally distant
 points of its period. With more jobs, shifts are tried for one job after another, with all other jobs fixed, until no
 shift changes. If neighbouring shifts are equally good, the middle of the longest run of them is chosen, where a drift
-does least harm. A shift that is better than both its neighbours is refined by halves, quarters and so on of the
-distance.
+does least harm. A shift that is better than both its neighbours is refined in steps of a half, a quarter and so on of
+their distance.
 
 If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve transfers in turn,
 jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep their
@@ -35,7 +35,7 @@ _REFINEMENTS = 4
 _MOST_ROUNDS = 3
 #: Mean slowdowns that differ by less than this are equally good.
 _SAME = 1e-3
-#: Errors of a shift that are tried, as shares of a period.
+#: The errors of a shift that are tried, as shares of a period.
 DRIFTS = (0.01, 0.05, 0.10)
 #: The share by which the last job's period is made longer, and the number of iterations in which the job then drifts
 #: through all phases. The window contains three quarters of these iterations.

@@ -60,7 +60,7 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 
 
 def check_taken(taken: set[int], network: Network) -> None:
-    """Raise `InputError` if a disturbance or factor slows down a GPU that no job has, or a card that no job uses.
+    """Raise `InputError` if `network` slows down a GPU that no job has, or a network card that no job uses.
 
     Such a slowdown would change nothing. On rails without spines, transfers also use the cards of GPUs without a
     worker.
