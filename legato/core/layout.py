@@ -123,7 +123,7 @@ def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[Buf
 
 
 def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
-    """Return all layouts in chains of buffers that fit together, as indices. Each chain is one allocation."""
+    """Return chains of layouts whose buffers fit together, as indices. Each chain is one allocation."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
     inner = set(following.values())

@@ -63,7 +63,7 @@ class Chain:
     def starts(self) -> list[int]:
         """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        In addition, the previous unit must be able to end a group: the gradient of its output comes back.
+        The unit before a new group must be able to end a group: the gradient of its output comes back.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]

@@ -106,7 +106,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     check_plan(plan, period.workload)
     backward_ends = _backward_ends(period, plan, compute) if plan.shard != "none" else []
     priced = []
-    # by (kind of a first half, tensor): aggregated ranges
+    # the aggregated ranges of bytes, by (kind of a first half, tensor)
     aggregated: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for i, message in enumerate(plan.messages):
         nbytes = message.wire_nbytes

@@ -311,8 +311,8 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
     A launch is found by correlation, or otherwise by its operator. A stream runs its events in the order of their
     launches. So an event without launch and operator in the trace gets the launch time of the previous event in its
-    stream. The first event of a stream gets -inf (before the trace). In a stream without any known launch, the launch
-    time of an event is its start. The thread of an unknown launch is -1.
+    stream. If there is no previous event, the launch time is -inf (before the trace). In a stream without any known
+    launch, the launch time of an event is its start. The thread of an unknown launch is -1.
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)

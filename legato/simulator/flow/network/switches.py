@@ -231,7 +231,7 @@ class Switches:
         if self.one:
             return np.empty(0)
         leaves, pods, spines, cores, _ = self._tiers
-        # The divisor, leaves times cards of a leaf, is the number of all cards if every leaf has the same number.
+        # If every leaf has the same number of cards, the divisor is the number of all cards.
         leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / (leaves * self._cards_of_leaves)
         core = leaf[0] * self.core_oversubscription * cores * pods / leaves
         return np.concatenate([np.repeat(leaf, 2 * spines), np.full(2 * pods * spines * cores, core)])

@@ -261,8 +261,8 @@ class Topology:
             above = self.switches.path(here, there, self.switches.choice(*flow))
             between = np.where(above == NO_LINK, NO_LINK, above + 4 * self._hosts)
         else:
-            # If the leaves differ, a worker sends through the GPU of its host that is on the other leaf. Transfers from
-            # a server to this worker arrive at this GPU, too.
+            # To send to another leaf, a worker goes through the GPU of its host on that leaf. It receives from servers
+            # on another leaf in the same way.
             crosses, sends = here != there, source < self._first_server
             relay = np.where(sends, self._on_leaf(source, there), self._on_leaf(target, here))
             into = np.where(sends, self._local_in_link(relay), self.in_link(relay))
