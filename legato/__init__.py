@@ -6,13 +6,13 @@
     print(legato.simulate(workload, plan, cluster).iteration_s, legato.lower_bound(workload, cluster).seconds)
     model, optimizer = legato.distribute(DistributedDataParallel(model), optimizer, plan)
 
-Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`; `compare` and `sweep` answer for many at once.
-Whole jobs: `job`, `predict`, `layouts`. Traces: `advise`. Pages and figures of all of these: `report`.
+Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`; `compare` several plans, `sweep` many clusters.
+Whole jobs: `job`, `predict`, `layouts`. Traces: `advise`. Pages and figures of all results: `report`.
 Train and measure, with PyTorch: `distribute`, `attachment`, `fully_shard`, `parameter_servers`, `capture`, `calibrate`.
 Files: `read`, `write`, `identity`.
 
-`import legato` is light: a function loads the libraries that it needs when it is first used. Without PyTorch, the
-functions that need it are not listed, and using one raises `ModuleNotFoundError`.
+`import legato` is fast: a function loads its libraries when it is first used. If PyTorch is missing, `legato` does not
+list the functions that need it, and using such a function raises `ModuleNotFoundError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.core.wrapping import Group, Wrapping
 
-if TYPE_CHECKING:  # what `__getattr__` loads, and types
+if TYPE_CHECKING:  # the names that `__getattr__` loads, and types
     from typing import Unpack
 
     from legato.advice import of_traces as advise
@@ -109,7 +109,7 @@ _WITH_TORCH = {
     "fully_shard": "legato.pytorch.fully_shard",
     "parameter_servers": "legato.pytorch",
 }
-#: Names that are loaded when they are first used, and where they are defined, if need be under another name.
+#: Names that are loaded when they are first used, each with its module, and with its name in that module if different.
 _LAZY = {
     "Bound": "legato.schedule.bound.lower_bound",
     "advise": "legato.advice:of_traces",
@@ -138,12 +138,13 @@ def plan(
     """Plan the gradient transfers of a workload on a cluster.
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
-    `SERVER_SCHEDULERS` for a cluster with parameter servers, or a function of your own; `options` are the scheduler's
-    own keyword arguments. Raises `InputError` on an unknown scheduler or option, and what the scheduler raises.
+    `SERVER_SCHEDULERS` for a cluster with parameter servers. `scheduler` may also be your own function. `options` are
+    the scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option, and whatever the scheduler
+    raises.
 
-    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model that is predicted
-    to be within 1% of the fastest. Its options are the fields of `legato.fsdp.table.Sharding`: `memory_bytes`,
-    `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` has the whole table.
+    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model within 1% of the
+    predicted time of the fastest way. The options of such a plan are the fields of `legato.fsdp.table.Sharding`:
+    `memory_bytes`, `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` returns the whole table.
     """
     if options.get("shard") == "parameters":
         from legato.fsdp.table import plan_wrapping
@@ -164,16 +165,17 @@ def simulate(
 ) -> Timeline:
     """Predict one steady-state training iteration.
 
-    By default the network is one shared resource, as planners see it: messages go out one after another in the plan's
-    order, and each takes what the cluster says its collective costs. A worker computes on one stream, or with
-    `compute="unlimited"` runs every op as soon as its inputs are there.
+    By default, the network is one shared resource, as planners see it. It carries one message at a time, in the plan's
+    order, and each message takes as long as its collective costs on the cluster. A worker computes on one stream, or,
+    with `compute="unlimited"`, starts every op as soon as its inputs exist.
 
     With a `fabric` (a name from `legato.simulator.flow.FABRICS`, or a `Fabric`), every transfer on every link is
-    simulated, on the network that `Network.of` makes of the cluster; workers have one stream. `legato.simulator.flow`
-    can do more: other topologies, hosts with several GPUs, slow workers and links, jitter.
+    simulated, on the network that `Network.of` derives from the cluster; workers have one stream.
+    `legato.simulator.flow` has more settings: other topologies, hosts with several GPUs, slow workers and links,
+    jitter.
 
-    Raises `PlanError` on a plan that does not fit the workload or waits for itself, and `InputError` on an unknown
-    fabric or setting.
+    Raises `PlanError` on a plan that does not fit the workload or that can never finish because its messages wait for
+    each other, and `InputError` on an unknown fabric or setting.
     """
     if fabric is None:
         from legato.simulator import collective
@@ -189,7 +191,7 @@ def simulate(
     return simulate_flow(workload, plan, fabric, Network.of(cluster), keep_transfers=False).timeline()
 
 
-if not TYPE_CHECKING:  # else every misspelt name would have a type
+if not TYPE_CHECKING:  # otherwise, type checkers would accept every misspelt name
     if find_spec("torch") is None:  # `from legato import *` and `help(legato)` touch every name
         __all__ = [name for name in __all__ if name not in _WITH_TORCH]
 

@@ -1,4 +1,4 @@
-"""`python -m legato` is `legato`."""
+"""Run the command line: `python -m legato` does the same as `legato`."""
 
 from legato.cli import main
 

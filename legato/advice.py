@@ -1,9 +1,9 @@
-"""The cost of communication in a traced job, what a better plan would save, and whether that is worth a change.
+"""Advice on a traced job: the cost of communication, the gain from a better plan, and whether a change is worth it.
 
-A verdict never compares a prediction with a measurement. What a step spends its time on is measured, and so is the
-difference between two jobs: by medians over the steps, which a single odd step does not change. What a plan would save
-is predicted, in proportion to the prediction of the plan that was traced. How far that prediction is from the measured
-step says how far to trust the rest.
+A verdict never compares a prediction with a measurement. The parts of a step and the difference between two jobs are
+measured, as medians over the steps, which a single odd step does not change. The gain from a plan is predicted, as a
+share of the predicted time of the traced plan. The difference between the traced plan's predicted time and its measured
+time tells how far to trust other predictions.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ __all__ = [
     "with_workers",
 ]
 
-#: A smaller share of an iteration is not worth a change of code.
+#: A gain, or a part of an iteration, below this share is not worth a change of code.
 _WORTH = 0.02
-#: A predicted gain of less than this part of the prediction's own error is too close to tell.
+#: If the predicted gain is less than this fraction of the prediction's error, it is too close to tell.
 _TELLING = 1 / 3
-#: From this share on, waiting for the host or for late ranks is a verdict.
+#: If waiting for the host or for late ranks takes at least this share, the verdict says so.
 _MUCH = 0.1
-#: The caps, in MiB, that are tried for DDP's buckets.
+#: The bucket caps, in MiB, that are tried for DDP.
 _CAPS_MIB = tuple(2**k for k in range(11))
 _MIB = 2**20
-#: A job with more ranks shows those that wait least and most for late ranks.
+#: If a job has more ranks, only the ranks that wait least and most for late ranks are shown.
 _MOST_ROWS = 8
-#: What predictions take as computation, because no plan of gradients changes it.
+#: Parts of an iteration that count as computation in predictions, because no plan of gradients changes them.
 COUNTED = "waiting for the host, and collectives that carry no gradients"
 _KINDS = {GROUPED: "send and receive", "wait": "waiting for the end", "unknown": "of unknown kind"}
 _CAUSES = {
@@ -81,9 +81,9 @@ _CAUSES = {
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """A time over the steps (seconds): its mean, its standard deviation (`spread`) and its median.
+    """Statistics of a time over the steps, in seconds: mean, standard deviation (`spread`) and median.
 
-    `noise` is the median distance from the median. Sentences and tables give the median and the noise.
+    `noise` is the median distance of a step from the median. Sentences and tables give the median and the noise.
     """
 
     mean: float
@@ -103,9 +103,9 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class KindSeconds(msgspec.Struct, frozen=True):
-    """How long an iteration transfers with one kind of collective, and for how much of that nothing is computed.
+    """The time per iteration that one kind of collective takes, and how much of it is exposed.
 
-    The all-gathers of each `phase` are a kind of their own.
+    All-gathers of different phases (`phase`) count as different kinds.
     """
 
     kind: str
@@ -115,13 +115,12 @@ class KindSeconds(msgspec.Struct, frozen=True):
 
 
 class RankTimes(msgspec.Struct, frozen=True):
-    """Where the iterations of one rank go, over `steps` steps.
+    """The parts of one rank's iteration, over `steps` steps.
 
-    An iteration consists of computing, exposed communication, waiting for late ranks
-    and waiting for the host. `communication_s` includes what is hidden behind
-    computing. `late_s` is None where the collectives of several ranks could not be
-    compared, for example with the trace of one rank alone. `kinds` has the communication
-    of each kind of collective; kinds may overlap.
+    An iteration consists of computing, exposed communication, waiting for late ranks and waiting for the host.
+    `communication_s` includes communication that computing hides. `late_s` is None if the collectives of several ranks
+    could not be compared, for example because only one rank was traced. `kinds` has the communication of each kind of
+    collective; different kinds may overlap.
     """
 
     rank: int
@@ -136,7 +135,7 @@ class RankTimes(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return where an iteration goes (medians)."""
+        """Return the parts of an iteration, in seconds (medians)."""
         late_s = 0.0 if self.late_s is None else self.late_s.median
         known = {"computing": self.computation_s.median, "exposed": self.exposed_s.median}
         return known | {"late ranks": late_s, "host": self.host_s.median}
@@ -145,7 +144,8 @@ class RankTimes(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it saves.
 
-    Both are medians over the traced steps; `wins` are the least and the largest share, if there are several steps.
+    The time and the share (`win`) are medians over the traced steps. If there are several steps, `wins` are the least
+    and the largest share saved.
     """
 
     plan: str
@@ -157,14 +157,15 @@ class Prediction(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True):
     """The advice on a job, from its traces.
 
-    Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks. `measured_s` is
-    the median of `rank`, and `error` is how far the traced plan's prediction is from it (0.1: the prediction is 10%
-    longer; None for another network). `predictions` begin with the traced plan; `gap` is how far legato's plan is above
-    `lower_bound_s`. All are empty or None if `lacking` says why nothing can be predicted. `code` is the line to try.
-    `missing` and `assumed` are what the traces lack, and what is assumed instead. `groups` are FSDP2's groups, `costs`
-    what its collectives cost, and `comparison` has the traced groups as its first row and other groups after it.
-    `traffic` has the kinds of communication if the job sends more than gradients; `step_s` is the time of the step over
-    all ranks as traced, and `replayed_s` the time when it is replayed.
+    Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks, and `measured_s`
+    is the median step of `rank`. `error` is the relative error of the traced plan's prediction (0.1: the predicted time
+    is 10% longer than `measured_s`; None if the plans are for another network). `predictions` begin with the traced
+    plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
+    predictions are empty or None, and `lacking` says why. `code` is the line to try. `missing` lists what the traces
+    lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are the costs of
+    FSDP2's collectives. `comparison` has the traced groups in its first row and other groups in the following rows.
+    `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the traced time of the
+    step of all ranks, and `replayed_s` the time of the same step in a replay.
     """
 
     name: str
@@ -194,7 +195,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def times_of(steps: Iterable[RankMeasure]) -> tuple[RankTimes, ...]:
-    """Return the times of each rank over all steps."""
+    """Return the times of each rank, as statistics over all its steps."""
     ranks: dict[int, list[RankMeasure]] = {}
     for step in steps:
         ranks.setdefault(step.rank, []).append(step)
@@ -234,7 +235,7 @@ def _by_kind(steps: Sequence[RankMeasure]) -> tuple[KindSeconds, ...]:
 
 
 def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
-    """Return the cluster of a trace with another number of workers, as rings over the same links."""
+    """Return the cluster of a trace with another number of workers: a ring over the same links."""
     if workers == traced.workers:
         return traced
     if traced.workers < 2:
@@ -248,8 +249,8 @@ def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
 def advise(imported: Imported, cluster: Cluster | None = None, workers: int | None = None) -> Advice:
     """Judge a job by its traces.
 
-    `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack what a
-    plan needs, the verdict tells where the time goes and what is missing.
+    `cluster` is the network to plan for, by default the traced one, with `workers` workers. If the traces lack
+    something that a plan needs, the verdict only says what is missing and where the time goes.
     """
     found = _with_traffic(_advised(imported, cluster, workers), imported)
     if found.lacking:
@@ -259,7 +260,7 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
 
 
 def _with_traffic(known: Advice, imported: Imported) -> Advice:
-    """Add the kinds of traffic, and what faster links would save, if the job sends more than gradients and buffers."""
+    """Add the kinds of traffic and the gain from faster links, if the job sends more than gradients and buffers."""
     others = {t.kind for t in imported.transfers if not t.carries_gradients} - {"broadcast", "barrier"}
     whole = imported.whole
     if not others or imported.fsdp or whole is None:
@@ -298,7 +299,7 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
 
 
 def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
-    """Say what a kind of traffic costs a step, and what faster links would save."""
+    """Say how long ranks wait for a kind of traffic, and how much time faster links would save."""
     hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
     return (
         f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
@@ -330,7 +331,7 @@ def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -
 
 
 def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
-    """Return why plans of all-reduces say nothing about this job, or ""."""
+    """Return why plans of all-reduces do not apply to this job, or "" if they do."""
     kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
     others = {transfer.kind for transfer in imported.transfers} - {"barrier"}
     if kinds - {"all_reduce"} or (imported.fsdp and kinds):
@@ -364,7 +365,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     bound_s = statistics.median(bounds_s)
     verdict, code = _verdict(known.verdict, predictions, error, code)
     measured: tuple[Timeline, ...] = () if imported.timeline is None else (imported.timeline,)
-    if as_traced:  # what was predicted and what was measured belong together
+    if as_traced:  # the predicted and the measured timeline of one plan share a name
         measured = tuple(msgspec.structs.replace(line, name=traced.scheduler) for line in measured)
     return msgspec.structs.replace(
         known,
@@ -384,7 +385,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
 def _of_groups(
     known: Advice, imported: Imported, found: Sharded, cluster: Cluster | None, workers: int | None
 ) -> Advice:
-    """Add what other groups of FSDP2 are predicted to save."""
+    """Add the predicted gains from grouping FSDP2's modules differently."""
     known = msgspec.structs.replace(known, groups=(found.root, *found.groups) if found.root.gathered else found.groups)
     waits_known = all(measure.waiting_s is not None for measure in imported.ranks)
     try:
@@ -416,7 +417,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Return sentences as `_verdict` does, and the row to try: one with no more memory if it saves enough."""
+    """Return the sentences of a verdict on groups, and the row to try, if possible without more memory."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -442,7 +443,7 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
 
 
 def _over_steps(best: Prediction) -> str:
-    """Return in words what is saved in the traced steps, if there are several."""
+    """Return the range of the gain over the traced steps in words, or "" if there is only one step."""
     if best.wins is None:
         return ""
     return f" ({' to '.join(dict.fromkeys(map(percent, best.wins)))} in the traced steps)"
@@ -456,9 +457,10 @@ def _too_close(win: float, off: float, of: str) -> str:
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
-    """Return DDP's fastest buckets and the code that makes them ("" for the traced ones), the least change on a tie.
+    """Return DDP's fastest buckets, and the code for them ("" for the traced buckets).
 
-    They are the traced buckets, DDP's default ones, or buckets with one of several caps.
+    Candidates are the traced buckets, DDP's default buckets, and buckets with each cap in `_CAPS_MIB`. On a tie, the
+    least change is best.
     """
     tried = {"": traced, "DistributedDataParallel(model)": ddp(workload, cluster)}
     for cap in _CAPS_MIB:
@@ -472,7 +474,10 @@ def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[P
 def _verdict(
     lines: Sequence[str], predictions: Sequence[Prediction], error: float | None, stock_code: str
 ) -> tuple[list[str], str]:
-    """Return sentences, the most important first, and the code to try; `lines` say what else iterations wait for."""
+    """Return sentences, the most important first, and the code to try.
+
+    `lines` are sentences about everything that iterations wait for.
+    """
     _, stock, ours = predictions
     off = abs(error or 0.0)
     hint = f" Take it as a hint: the prediction of the traced plan is itself off by {percent(off)}."
@@ -493,7 +498,7 @@ def _verdict(
 
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
-    """Say what iterations wait for: medians over the steps, as means over the ranks."""
+    """Say what iterations wait for. Each time is the mean, over the ranks, of a rank's median over its steps."""
     shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
@@ -525,7 +530,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return the mean over the ranks of their medians over the steps."""
+    """Return a time as the mean, over the ranks, of each rank's median over its steps."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -537,7 +542,7 @@ def _share(ranks: Sequence[RankTimes], cause: str) -> float:
 
 
 def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
-    """Say how long an iteration would be if no communication were exposed, where no plan can be predicted."""
+    """Say how long an iteration would be if no communication were exposed, for jobs without predicted plans."""
     exposed_s, iteration_s = (_over_ranks(ranks, what) for what in ("exposed_s", "iteration_s"))
     if _share(ranks, "exposed_s") < _WORTH:
         return []
@@ -549,9 +554,9 @@ def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
 
 
 def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
-    """Return all that a verdict says except what to try, in reading order: tables, and lines of text.
+    """Return the tables and lines of a verdict in reading order, without the code to try.
 
-    `changed` are the `changes` from the job before.
+    `changed` are the sentences that `changes` returned for this job and an earlier job.
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
     found: list[TextTable | str] = [_times_table(advice)]
@@ -584,19 +589,19 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on the traces of one job, or of two: before and after a change, with the `changes` between them."""
+    """The verdict on a job's traces, or on its traces before and after a change, with `changes` between the two."""
 
     jobs: tuple[Imported, ...]
     advice: tuple[Advice, ...]
     changes: tuple[str, ...]
 
     def said(self) -> Iterator[tuple[Advice, tuple[TextTable | str, ...]]]:
-        """Yield the advice on each job, with the tables and lines that tell it."""
+        """Yield the advice on each job, with its tables and lines of text."""
         for advice in self.advice:
             yield advice, told(advice, self.changes if advice is self.advice[-1] else ())
 
     def __str__(self) -> str:
-        """Return all that `legato advise` prints, in lines of text."""
+        """Return the text that `legato advise` prints."""
         lines: list[str] = []
         for advice, parts in self.said():
             for part in parts:
@@ -605,7 +610,7 @@ class Verdict:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks, below a picture of where the time of the ranks goes."""
+        """Return the verdict as HTML for notebooks, below a picture of the parts of each rank's iteration."""
         shown = []
         for advice, parts in self.said():
             bars = [(f"rank {rank.rank}", rank.parts, str(rank.iteration_s)) for rank in _shown(advice.ranks)]
@@ -620,7 +625,7 @@ class Verdict:
         return "".join(shown)
 
     def sections(self) -> tuple[ModelReport, ...]:
-        """Return the sections of a page."""
+        """Return one section of a page for each job."""
         return tuple(
             ModelReport(
                 advice.name,
@@ -649,12 +654,13 @@ def of_traces(
     say: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
-    """Tell from traces where the time of a job goes, and what a better plan would save.
+    """Return where the time of a traced job goes, and what a better plan would save.
 
-    `traces` are torch.profiler's, one per rank, or their folder, possibly with execution traces; a second trace of a
-    rank is from the job after a change. `cluster` is the network to plan for, by default the traces' own, with
-    `workers` workers. `rank` and `step` say which ones to plan for, and `transfer` has `PATTERN=COLLECTIVE` for kernels
-    that legato does not know. `say` is told what is left out. Raises `InputError`, and `FileError` on a wrong file.
+    `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. The files may include
+    execution traces. If a rank has a second trace, the second trace is taken to come from the job after a change.
+    `cluster` is the network to plan for, by default the traced network, with `workers` workers. Plans are for `rank`
+    and `step`. `transfer` has `PATTERN=COLLECTIVE` for each kernel that legato does not know. `say` is called with each
+    note about files that are left out. Raises `InputError`, and `FileError` on a wrong file.
     """
     paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
     files = in_folders([Path(path) for path in paths], say)
@@ -664,7 +670,7 @@ def of_traces(
 
 
 def to_try(advice: Advice) -> list[str]:
-    """Return the lines that say what to try, if there is anything."""
+    """Return lines with the code to try, or none if there is nothing to try."""
     lines = advice.code.splitlines()
     return [f"Try: {lines[0]}"] if len(lines) == 1 else ["Try:", *lines] if lines else []
 
@@ -679,7 +685,7 @@ def _no_plan(lacking: str) -> str:
 
 
 def asides(advice: Advice) -> tuple[str, ...]:
-    """Return what the traces lack, what is assumed instead, and what the tables leave out."""
+    """Return notes: what the traces lack, what is assumed instead, and what the tables leave out."""
     few = f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all"
     return (
         *([few] if len(advice.ranks) > _MOST_ROWS else []),
@@ -717,7 +723,7 @@ def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, float]]:
-    """Return (communication, exposed) of each kind, the most exposed first: means over the ranks of their medians."""
+    """Return the seconds (communicating, exposed) of each kind, the most exposed first: means of the ranks' medians."""
     totals: dict[str, tuple[float, float]] = {}
     for rank in ranks:
         for times in rank.kinds:
@@ -728,7 +734,7 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
 
 
 def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
-    """Return a table of communication by kind of collective: of one rank, or as means over the ranks."""
+    """Return a table of communication by kind of collective: of the only rank, or means over the ranks."""
     found = _kinds_over_ranks(ranks)
     if not found:
         return None
@@ -750,7 +756,7 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
 
 
 def _traffic_table(advice: Advice) -> TextTable | None:
-    """Return a table of the kinds of traffic, and what twice the bandwidth would save."""
+    """Return a table of the kinds of traffic, with the gain from twice the bandwidth."""
     if not advice.traffic or not advice.step_s or advice.replayed_s is None:
         return None
     off = percent(advice.replayed_s / advice.step_s - 1, signed=True)
@@ -793,7 +799,7 @@ def _plans_table(advice: Advice) -> TextTable | None:
 
 
 def _longest(advice: Advice) -> str:
-    """Say for which rank plans are, and which ranks take longest and shortest."""
+    """Say which rank the plans are for, and which ranks have the longest and the shortest step."""
     by_time, mine = sorted(advice.undelayed_s, key=advice.undelayed_s.__getitem__), advice.rank
     times = {rank: format_seconds(advice.undelayed_s[rank]) for rank in (mine, by_time[0], by_time[-1])}
     whose = "which takes longest" if times[mine] == times[by_time[-1]] else "as asked for"
@@ -803,7 +809,7 @@ def _longest(advice: Advice) -> str:
 
 
 def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
-    """Return a table of FSDP2's groups in forward order, with successive groups that are alike in one row."""
+    """Return a table of FSDP2's groups in forward order, with one row for neighbouring groups that are alike."""
 
     def alike(group: ShardedGroup) -> tuple[object, ...]:
         return len(group.modules), group.gathered, group.scattered, group.reshard, group.ahead
@@ -830,7 +836,7 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
-    """Return sentences about what changed between two jobs, judged by means over the ranks of their median steps."""
+    """Return sentences about what changed between two jobs, judged by the mean over the ranks of their median steps."""
     old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0

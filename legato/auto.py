@@ -1,8 +1,8 @@
-"""`legato.distribute`: trains by a given plan, or makes the plan from the first steps of training.
+"""`legato.distribute`: train by a given plan, or make the plan from the first steps of training.
 
-docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run
-twice. If there is no plan (for instance, because no two steps agree), all ranks stay with DDP's
-passes, and rank 0 says why.
+docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run twice. If no plan
+can be made (for example, because no two steps agree), DDP sends the gradients on all ranks, and rank 0 prints the
+reason.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 
-#: Steps before the first that counts, and those that count.
+#: The number of steps that are ignored at the start, and the number of steps that are then observed.
 WARMUP_STEPS, OBSERVED_STEPS = 2, 10
-#: Planning that takes longer fails; the other ranks wait, and give up after ten minutes under NCCL.
+#: Planning fails after this time, in seconds. Meanwhile, all ranks but 0 wait; under NCCL they give up after ten
+#: minutes.
 PLANNING_S = 300.0
-#: Columns of the matrices that the weights are multiplied by, to compute while messages are in flight.
+#: Computation during messages multiplies each weight by a matrix with this number of columns.
 _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
@@ -60,48 +61,48 @@ def distribute(  # noqa: PLR0913
     flight_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Let a model train on all ranks as `DistributedDataParallel` does, with its gradients sent as planned.
+    """Train a model on all ranks as `DistributedDataParallel` does, but send its gradients by a plan.
 
-    Call it on every rank, in a script that was started with torchrun, after
-    `torch.distributed.init_process_group`. The model is, and stays, a `DistributedDataParallel`, and passes that
-    legato does not want are DDP's own; a line on standard error says so. `legato.attachment(model)` has what legato
-    does for it.
+    Call `distribute` on every rank, in a script that was started with torchrun, after
+    `torch.distributed.init_process_group`. The model stays a `DistributedDataParallel`. If legato cannot handle a pass,
+    DDP sends the gradients of that pass, and a line on standard error says so. `legato.attachment(model)` returns what
+    legato does for the model.
 
     Args:
-        model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one (a compiled model, one of a
-            framework); or a module, with its parameters on their final device and in their final dtype, which is
-            then wrapped.
-        optimizer: a `torch.optim.Optimizer` with parameters of the model. Without one, updates do not wait for their
-            parameters to be read; it can be given later, in another call. An optimizer that is not torch's is left
-            alone.
-        plan: `"auto"` to make plans from the first 12 steps of training, and to stay with the one that is fastest in
-            the next steps; a `Plan`; or the path of a plan file.
+        model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one (a compiled model, or a
+            framework's). Any other module is wrapped; its parameters must be on their final device and in their
+            final dtype.
+        optimizer: a `torch.optim.Optimizer` with parameters of the model. Without an optimizer, parameters are updated
+            when `step()` is called, not when they are read. The optimizer can also be given later, in another call. An
+            optimizer of another class stays as it is.
+        plan: `"auto"` to make plans from the first 12 steps of training, and to keep the plan that is fastest in the
+            next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
-            only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, states are whole
-            until there is a plan. A plan that is sharded needs no `shard`.
-        wire: `"bf16"` or `"fp16"` to let gradients travel in that format, as many as the planner finds necessary;
-            `"all-bf16"` or `"all-fp16"` to let all of them, as torch's compression hooks do. See docs/wire.md. A plan
-            that has messages in such a format needs no `wire`.
-        error_feedback: whether to add to a gradient what rounding to such a format took from those before.
-        process_group: the ranks to train on; None stands for all.
-        replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
-            sped up; with None, rank 0 only logs such a change.
-        current: names of parameters, or patterns as in a shell, that are up to date when `step()` returns: something
-            reads them that legato cannot see.
-        debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`); None stands for
-            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.sending.debug`.
-        flight_dir: the directory for the record of the last messages if something fails; None stands for the value
-            of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
+            only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, each rank has all
+            states until the plan is made. A sharded plan needs no `shard`.
+        wire: `"bf16"` or `"fp16"` to send gradients in that format, but only as many as the planner finds necessary;
+            `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. A
+            plan whose messages already have a wire format needs no `wire`.
+        error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
+        process_group: the ranks to train on; all ranks if None.
+        replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
+            With `replan` None, rank 0 only logs the change.
+        current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
+            returns, for code that reads parameters where legato cannot see it.
+        debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`). If None, the
+            value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
+        flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
+            value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
         options: arguments of `DistributedDataParallel` for a module that is not wrapped yet.
 
     Returns:
-        The model that was given, wrapped in `DistributedDataParallel` if it was not, and the optimizer that was given.
+        The given model, wrapped in `DistributedDataParallel` if necessary, and the given optimizer.
 
     Raises:
         InputError: no process group is initialized, or an argument is not as described.
-        PlanError: the plan is for another model, or this runtime cannot carry it out.
-        RankError: on every rank, if the ranks do not have the same model, optimizer and plan.
+        PlanError: the plan is for another model, or this runtime cannot run it.
+        RankError: the ranks do not have the same model, optimizer and plan; every rank raises this error.
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
@@ -132,7 +133,7 @@ def distribute(  # noqa: PLR0913
         **options,
     )
     attached = attachment(model)
-    if automatic and not attached.reason:  # else passes are DDP's for good
+    if automatic and not attached.reason:  # otherwise DDP sends the gradients of all passes
         _observe(attached, shard, wire)
     if replan:
         _replan(attached, wire)
@@ -140,7 +141,7 @@ def distribute(  # noqa: PLR0913
 
 
 def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
-    """The plan to stay with where planning fails: DDP's, unless something else was asked for."""
+    """Return the plan to use if planning fails: DDP's buckets, sharded or rounded if that was asked for."""
     plan = attached.plan
     if plan.shard != shard:
         plan = plan.sharded(shard, {name: i for i, name in enumerate(attached.parameters)})
@@ -148,9 +149,9 @@ def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
 
 
 def in_wire(plan: Plan, wire: Rounding) -> Plan:
-    """The plan with what `wire` asks for: `all-...` rounds all messages, another format only what the plan says.
+    """Return the plan with all messages rounded if `wire` is `all-...`, and otherwise the unchanged plan.
 
-    Raises `InputError` where the plan has no message in that format, or one in another, or is sharded.
+    Raises `InputError` if the plan is sharded, or if `wire` is a format that its messages do not have.
     """
     if wire == "none":
         return plan
@@ -169,7 +170,7 @@ def in_wire(plan: Plan, wire: Rounding) -> Plan:
 
 
 def _check_wire(wire: str, shard: Shard) -> None:
-    """Raise `InputError` unless gradients can travel as `wire` says."""
+    """Raise `InputError` unless gradients can be sent in the format `wire`."""
     if wire not in ROUNDINGS:
         raise unknown_name("wire", str(wire), ROUNDINGS)
     if wire != "none" and shard != "none":
@@ -177,7 +178,7 @@ def _check_wire(wire: str, shard: Shard) -> None:
 
 
 def _replan(attached: Attachment, wire: Rounding) -> None:
-    """Make a new plan whenever the pace changes."""
+    """Make a new plan whenever the pace of computation or communication changes."""
 
     def start_again(change: str) -> None:
         attached.say(f"since the first passes under the plan {attached.plan.scheduler}, {change}; replanning")
@@ -187,7 +188,7 @@ def _replan(attached: Attachment, wire: Rounding) -> None:
 
 
 def default_buckets(model: torch.nn.Module) -> Plan:
-    """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB.
+    """Return torch's buckets for the first iteration: parameters in reverse order, first 1 MiB, then 25 MiB each.
 
     Raises `InputError` if no parameter requires a gradient.
     """
@@ -216,14 +217,14 @@ def _buckets(parameters: dict[str, torch.nn.Parameter]) -> Plan:
 
 
 def _observe(attached: Attachment, shard: Shard, wire: Rounding) -> None:
-    """Watch steps from now on, plan, and let the best plans compete."""
+    """Observe steps from now on; then plan, and let the best plans take turns."""
     steps = WARMUP_STEPS + OBSERVED_STEPS
     attached.say(f"{steps} steps are observed; then the network is measured, and plans are made and tried")
     attached.observe(steps, partial(_decide, attached, shard, wire))
 
 
 def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
-    """Calibrate, plan on rank 0, and let the best plans compete, on all ranks together."""
+    """Calibrate, plan on rank 0, and let the best plans take turns, on all ranks together."""
     group, parameters, observer = attached.process_group, attached.parameters, attached.observer
     assert observer is not None
     workload, plans, problem = None, [_fallback(attached, shard, wire)], ""
@@ -232,7 +233,7 @@ def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
             compute = _products([p.detach() for p in parameters.values()])
             if group.rank() == 0:
                 workload = observer.workload(type(attached.module).__name__, attached.optimizers, WARMUP_STEPS)
-        except Exception as error:  # the others must not wait for this rank
+        except Exception as error:  # the other ranks must not wait for this one
             problem = _said(error)
         if problem := first_said(problem, group):
             attached.say(f"no plan could be made: {problem}")
@@ -249,7 +250,7 @@ def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
 def _contestants(
     attached: Attachment, workload: Workload, cluster: Cluster, shard: Shard, wire: Rounding
 ) -> list[Plan]:
-    """The plans to try, the simplest first; none if planning fails."""
+    """Return the plans to try, the simplest first, or none if planning fails."""
     attached.say(f"an all-reduce takes {cluster.cost()}; plans are made, for at most {PLANNING_S:.0f} s")
     try:
         workload = _undisturbed(workload, _buckets(attached.parameters), cluster)
@@ -268,9 +269,9 @@ def _said(error: Exception) -> str:
 
 
 def _planned(contest: Contest) -> list[Plan]:
-    """The plans of a contest, made in a process of its own.
+    """Return the plans of a contest, made in a separate process.
 
-    So the training imports no compiler, and what a script has done to its Python does not matter.
+    In this way, the training process imports no compiler, and a script's changes to Python do not affect planning.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -289,9 +290,9 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Computation like the model's, without its inputs: products with its weights; None without matrices.
+    """Return computation like the model's, without its inputs: products with the weights; None without a matrix.
 
-    The weights have `_MOST_WEIGHTS` elements in all, unless the first has more.
+    The weights used have at most `_MOST_WEIGHTS` elements in all, unless the first weight has more.
     """
     matrices: list[torch.Tensor] = []
     for weight in weights:
@@ -307,9 +308,9 @@ def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
 
 
 def _undisturbed(workload: Workload, plan: Plan, cluster: Cluster) -> Workload:
-    """The workload without what packing and the messages of the plan took from the observed backward passes.
+    """Return the workload without the time that packing and messages took from the observed backward passes.
 
-    The last message goes out when the backward pass ends.
+    The last message takes no time from the backward pass, since it is sent when the pass ends.
     """
     contention = cluster.contention
     backward_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))

@@ -1,4 +1,4 @@
-"""Pages of any values: what each value shows, and what several values of one job show together."""
+"""Pages that show any values. Values of one job are drawn together."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from legato.whole_jobs.told import DRAWN, breakdown, faster, report_of
 __all__ = ["Given", "paired", "report", "report_of_nouns"]
 
 Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan, Measurement)
-#: The axes of networks by field.
+#: The axes of networks, by field.
 _AXES = {axis.field: axis for axis in NETWORK}
 _NOUNS = (Workload, Cluster, Timeline, Plan, Measurement)
 
 
 def report(*values: Any, path: str | os.PathLike[str]) -> None:
-    """Draw values on one self-contained page (.html), or only the figures (.svg, .pdf).
+    """Write a self-contained page (.html) that shows the values, or only its figures (.svg, .pdf).
 
-    Workloads, clusters, plans, timelines and measured times are drawn together, as `legato report` does. Steps of whole
-    jobs, layouts, and what `legato.sweep`, `legato.compare` and `legato.advise` return have sections of their own.
-    Raises `InputError` on a value that is none of these, and `FileError`.
+    Workloads, clusters, plans, timelines and measurements share one section, as in `legato report`. Each step of a
+    whole job, each layout, and each result of `legato.sweep`, `legato.compare` and `legato.advise` has its own section.
+    Raises `InputError` on any other value, and `FileError`.
     """
     nouns = Given([(f"value {k + 1}", value) for k, value in enumerate(values) if isinstance(value, _NOUNS)])
     models, sweep = [report_of_nouns(nouns)] if nouns.found else [], []
@@ -85,7 +85,7 @@ def _sections(value: Any) -> Sequence[ModelReport]:
 
 
 def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
-    """The section of a job: the parts of its step on each network."""
+    """Return the section of a job: the parts of its step on each network."""
     bars = [
         breakdown(", ".join(_AXES[field].write(value) for field, value in row.axes.items()) or name, row.parts)
         for row in rows
@@ -97,7 +97,10 @@ def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
 
 
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
-    """The section of these nouns. With a workload and a cluster alone, plans are made for it, and `say` is told so."""
+    """Return the section that shows the given values.
+
+    Given a workload and a cluster, but no timeline or measurement, this makes plans and calls `say` with a note.
+    """
     timelines, measured = found.timelines(), found.one(Measurement)
     workload, cluster = found.one(Workload), found.one(Cluster)
     if not timelines and workload is None and measured is None:
@@ -118,7 +121,7 @@ def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None)
 
 
 class Given(NamedTuple):
-    """The nouns for a section, with the names of their files, in the order given."""
+    """The values for a section, with the names of their files, in the given order."""
 
     found: Sequence[tuple[str, Any]]
 
@@ -126,14 +129,17 @@ class Given(NamedTuple):
         return [value for _, value in self.found if isinstance(value, kind)]
 
     def one(self, kind: type[Noun]) -> Noun | None:
-        """The only value of a kind, or None. Raises `InputError` if there are several."""
+        """Return the only value of a kind, or None. Raises `InputError` if there are several."""
         paths = [path for path, value in self.found if isinstance(value, kind)]
         if len(paths) > 1:
             raise InputError(f"{paths[0]} and {paths[1]}: two {kind.__name__.lower()}s (expected one at most)")
         return next(iter(self.of(kind)), None)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timelines, each after its baseline; where name and source are equal, names of files follow."""
+        """Return the timelines, each after its baseline.
+
+        If several timelines have the same name and source, the names of their files are added.
+        """
         given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
         found = [
             (path, one)
@@ -154,7 +160,7 @@ def _renamed(timeline: Timeline, name: str) -> Timeline:
 
 
 def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
-    """The table of jobs on one network; none where the timelines are of plans of one job."""
+    """Return the table of jobs on one network, or nothing if the timelines show plans of one job."""
     rows = [
         (
             shorten(t.name, 60),
@@ -169,13 +175,13 @@ def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
 
 
 def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
-    """The timelines, equal names together, predicted before measured, and `first` names first."""
+    """Return the timelines sorted by name (the names in `first` come first), predicted before measured."""
     names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 
 
 def _planned(model: ModelReport, workload: Workload, cluster: Cluster, say: Callable[[str], object]) -> ModelReport:
-    """The report with plans that are made for it, and a recommendation by their predictions."""
+    """Return the report with plans made for its workload, and a recommendation by their predictions."""
     ddp, merged, ours = found = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen = best(found)
     if chosen is ddp:

@@ -1,6 +1,6 @@
-"""All-reduce algorithms, one file each. `rounds.py` says what such an algorithm is.
+"""All-reduce algorithms, one file each. `rounds.py` defines what an algorithm is.
 
-Each one that is named here has a cost on a `Cluster`, is carried out over gloo, and is a fabric of the flow simulator.
+Each algorithm in `COLLECTIVES` has a cost on a `Cluster`, runs over gloo, and is a fabric of the flow simulator.
 """
 
 from legato.collectives.doubling import HALVING_DOUBLING, RECURSIVE_DOUBLING
@@ -19,5 +19,5 @@ COLLECTIVES: dict[str, Algorithm] = {
     "shuffle": SHUFFLE,
 }
 
-#: Those that can be sent in halves, and whose cost depends on the depth.
+#: Algorithms that can be sent in halves. The cost of all other algorithms does not depend on the depth.
 DIVIDED = tuple(name for name, algorithm in COLLECTIVES.items() if algorithm.halves)

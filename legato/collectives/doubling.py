@@ -1,9 +1,10 @@
 """Exchanges with partners at doubling distances: recursive doubling (MG-WFBP, Table II) and halving-doubling.
 
-Of n ranks, the largest power of two take part, p. The others first send everything to a partner among these, and
-receive the result from it at the very end. Recursive doubling, which the Network Operator Edition (3.3.2) calls
-butterfly mixing, exchanges all bytes: log2(p) rounds. Halving-doubling (Rabenseifner) exchanges halves of the parts
-that two partners still add up: 1/2, 1/4, ... 1/p, and back.
+Among n ranks, p ranks exchange, where p is the largest power of two up to n. Each of the remaining ranks first sends
+everything to a partner among the p ranks, and receives the result from this partner at the end. Recursive doubling,
+which the Network Operator Edition (3.3.2) calls butterfly mixing, exchanges all bytes in each of log2(p) rounds. In
+halving-doubling (Rabenseifner), two partners exchange halves of the parts that they still have to add up (1/2, 1/4, ...
+1/p of the bytes), and then all sums in reverse order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _power(ranks: int) -> int:
 
 
 def _fold(ranks: int, parts: int) -> tuple[Round, ...]:
-    """The round in which the ranks from the power of two on send everything away, if there are any."""
+    """Return the round in which the ranks from p on send everything to a partner, or () without such ranks."""
     power = _power(ranks)
     return (Round(range(power, ranks), shifts=(-power,), block=parts),) if power < ranks else ()
 
@@ -30,7 +31,7 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Return the number of transfers in a row; one is hidden if at most half of the ranks have a partner outside."""
+    """Return the number of consecutive transfers: one less if at most half of the p ranks have an extra partner."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

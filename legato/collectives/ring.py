@@ -1,6 +1,6 @@
-"""Ring: every rank sends to its neighbour only (MG-WFBP, Table II; Horovod; NCCL).
+"""Ring: every rank sends only to its neighbour (MG-WFBP, Table II; Horovod; NCCL).
 
-The parts go around to be added up, n - 1 rounds, and the sums go around once more, n - 1 rounds.
+In n - 1 rounds, the parts go around and are added up. In another n - 1 rounds, the sums go around.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""An all-reduce algorithm as data: its rounds. What it costs, what each rank does, and what links carry follow.
+"""All-reduce algorithms as data. The rounds determine the cost, the work of each rank, and the traffic on links.
 
-A message is divided into equal parts, and has two halves. In the first half, ranks add the parts that they receive to
-their own, until each part is complete somewhere; the second half hands the complete parts out.
+An algorithm divides a message into equal parts and has two halves. In the first half, ranks add the parts that they
+receive to their own, until some rank has the complete sum of each part. In the second half, the complete parts are
+distributed.
 
-[Note: blocks] Parts travel in blocks of neighbours: in the first half to the rank that has the number of one of these
-parts, in the second half from there. Where there are fewer parts than ranks, numbers are taken modulo the number of
-parts.
+[Note: blocks] A transfer carries a block of neighbouring parts. In the first half, the receiver's number is also the
+number of a part in the block; in the second half, the sender's number is. If there are fewer parts than ranks, the
+numbers of ranks are taken modulo the number of parts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ __all__ = ["Algorithm", "Round", "Rounds", "Step", "Transfer", "back", "steps"]
 
 
 class Round(NamedTuple):
-    """Each of `senders` sends a block of parts ([Note: blocks]), at the same time as all others.
+    """A round in which each of `senders` sends a block of parts ([Note: blocks]), all at the same time.
 
-    Receivers are the ranks that are `shifts` further on, modulo the number of ranks; or, with `flip`, the rank whose
-    number differs in these bits. In each of `laps` rounds, senders pass on what they received in the round before.
+    The receivers of rank r are the ranks r + `shifts`, modulo the number of ranks. With `flip`, the receiver's number
+    is r with these bits flipped. The round runs `laps` times, and each time the senders pass on the block that they
+    received the time before.
     """
 
     senders: range
@@ -32,7 +34,7 @@ class Round(NamedTuple):
 
 
 def back(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The second half that is the first one reversed in time: receivers return the blocks. Each has one receiver."""
+    """Return a second half: the first half reversed in time, so that receivers return blocks to one rank per round."""
     return tuple(
         one._replace(
             senders=range(one.senders.start + shift, one.senders.stop + shift, one.senders.step), shifts=(-shift,)
@@ -43,7 +45,7 @@ def back(rounds: Sequence[Round]) -> tuple[Round, ...]:
 
 
 class Transfer(NamedTuple):
-    """A transfer of parts `start` to `stop` (exclusive), to or from a peer."""
+    """A transfer of the parts from `start` up to, but not including, `stop`, to or from a peer."""
 
     peer: int
     start: int
@@ -51,19 +53,19 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One rank's part in one round; an empty step keeps all ranks in step."""
+    """The transfers of one rank in one round. A rank without transfers has an empty step."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
 
     @property
     def overwrites(self) -> bool:
-        """Return whether the rank receives parts that it also sends."""
+        """Return whether the rank receives parts that it sends in the same round."""
         return any(s.start < r.stop and r.start < s.stop for s in self.sends for r in self.receives)
 
 
 class Rounds(NamedTuple):
-    """An algorithm among some ranks: the number of parts, and the rounds of its two halves."""
+    """An algorithm for a given number of ranks: the number of parts, and the rounds of the two halves."""
 
     parts: int
     reduce: tuple[Round, ...]
@@ -71,33 +73,32 @@ class Rounds(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """`make` gives the rounds among two or more ranks.
+    """An all-reduce algorithm; `make` returns its rounds among two or more ranks.
 
-    `latencies` is the number of transfers one after another that the smallest message needs, where this is not the
-    number of rounds, because no rank takes part in all rounds.
+    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if this
+    is the number of rounds. The number is smaller if no rank takes part in all rounds.
     """
 
     make: Callable[[int], Rounds]
     latencies: Callable[[int], int] | None = None
 
     def rounds(self, ranks: int) -> Rounds:
-        """The rounds among any number of ranks."""
+        """Return the rounds among any number of ranks."""
         return _rounds(self.make, ranks)
 
     @property
     def halves(self) -> bool:
-        """Return whether a message can be sent in two halves: after the first, each rank has the sum of a part of its
-        own.
+        """Return whether a message can be sent in two halves: after the first, each rank has the sum of a part.
 
-        Then its cost also depends on the depth (`legato.simulator.pipelining`).
+        The cost of an algorithm with halves also depends on the depth (`legato.simulator.pipelining`).
         """
         return self.rounds(2).parts > 1
 
     def cost(self, ranks: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-        """(alpha, beta) of an all-reduce: all rounds one after another (MG-WFBP, Table II).
+        """Return (alpha, beta) of an all-reduce: all rounds one after another (MG-WFBP, Table II).
 
-        `latency` (seconds) is of a transfer, `send` the part of it for which a sender is busy; `byte` and `reduce` are
-        the seconds to send a byte, and to add one up.
+        `latency` is the latency of a transfer in seconds, and `send` is the part for which the sender is busy. `byte`
+        is the time to send a byte, and `reduce` the time to add a byte up (seconds).
         """
         parts, (rounds, further, there), (others, more, again) = _loads(self, ranks)
         hops = rounds + others if self.latencies is None or ranks == 1 else self.latencies(ranks)
@@ -105,12 +106,12 @@ class Algorithm(NamedTuple):
         return hops * latency + (further + more) * send, sent / parts
 
     def half(self, ranks: int, latency: float, byte: float) -> tuple[float, float]:
-        """(alpha, beta) of the second half, an all-gather, or of a first half whose additions take no time."""
+        """Return (alpha, beta) of the second half (an all-gather), or of a first half with free additions."""
         parts, _, (rounds, _, sent) = _loads(self, ranks)
         return rounds * latency, byte * sent / parts
 
     def pairs(self, ranks: int) -> list[tuple[int, int]]:
-        """Return who sends to whom in the first half."""
+        """Return the pairs (sender, receiver) that occur in the first half."""
         return [
             (rank, (rank + shift) % ranks ^ one.flip)
             for one in self.rounds(ranks).reduce
@@ -149,7 +150,7 @@ def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...]
 
 @functools.lru_cache(1024)
 def _loads(algorithm: Algorithm, ranks: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """Return the number of parts, and for each half (rounds, sends that wait for others of their round, parts sent)."""
+    """Return the number of parts, and for each half (rounds, sends that wait for another send, parts sent)."""
     parts, *halves = algorithm.rounds(ranks)
     first, second = (
         (

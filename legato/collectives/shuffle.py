@@ -1,4 +1,4 @@
-"""Shuffle: every rank gets its part from all others, adds it up, and sends the sum to all (Caramel, section 2)."""
+"""Shuffle: each rank gets its part from all other ranks, adds it up, and sends back the sum (Caramel, section 2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["SHUFFLE"]
 
 
 def _rounds(ranks: int) -> Rounds:
-    all_to_all = (Round(range(ranks), shifts=range(1, ranks)),)  # each rank begins with a different peer
+    all_to_all = (Round(range(ranks), shifts=range(1, ranks)),)  # the first peer of each rank is different
     return Rounds(ranks, all_to_all, all_to_all)
 
 

@@ -1,4 +1,4 @@
-"""Binomial tree: ceil(log2 n) rounds add up everything towards rank 0; the sum returns the same way.
+"""Binomial tree: ceil(log2 n) rounds add everything up towards rank 0, and the sum returns the same way.
 
 MG-WFBP, Table II ("binary tree").
 """
@@ -11,14 +11,15 @@ __all__ = ["TREE"]
 
 
 def _rounds(ranks: int) -> Rounds:
-    """A rank's round is the lowest bit of its number; its parent lacks that bit."""
+    """Return the rounds. In round k, each rank whose lowest set bit is bit k sends to the rank without this bit."""
     up = tuple(Round(range(1 << k, ranks, 2 << k), shifts=(-(1 << k),)) for k in range((ranks - 1).bit_length()))
     return Rounds(1, up, back(up))
 
 
 def _latencies(ranks: int) -> int:
     height = (ranks - 1).bit_length()
-    return 2 * (height - (ranks < 1 << height))  # with a rank missing, none is as many hops away as the tree is high
+    # if n is below a power of two, every rank has fewer hops to the root than the tree is high
+    return 2 * (height - (ranks < 1 << height))
 
 
 TREE = Algorithm(_rounds, _latencies)

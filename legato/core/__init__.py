@@ -1,3 +1,3 @@
-"""Workload, Cluster, Plan, Timeline: immutable values, with their files, units and errors."""
+"""Immutable values (`Workload`, `Cluster`, `Plan`, `Timeline` and others), with their files, units and errors."""
 
 __version__ = "0.1.0"

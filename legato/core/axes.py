@@ -1,8 +1,8 @@
-"""The axes of a network and of a fabric, in one table: what can be chosen about them, and how it is called everywhere.
+"""A table of the axes of networks and fabrics: all properties that a user can choose, with their names.
 
-An axis is an option of `legato simulate` and of `legato sweep`, a value of a sweep's cells, and, if it has a
-`column`, an axis of sweeps: several values, a column of their tables, and an axis of their plots. To add one, add
-it here, and to what the simulator reads: a field of `Network`, or of a fabric.
+Each axis is an option of `legato simulate` and `legato sweep`, and a value in each cell of a sweep. A sweep can vary an
+axis that has a `column`: then the axis is a column of tables, and can be an axis of plots. To add an axis, add it to
+this table, and as a field to `Network` or a fabric, which the simulator reads.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ __all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """A property of a network or a fabric that can be chosen."""
+    """A property of a network or a fabric that a user can choose."""
 
-    name: str  # of the option
+    name: str  # the name of the option
     help: str
-    type: Any = str  # of its values; `parse` makes something else of texts, and raises `InputError`
-    default: Any = None  # as a user would type it
+    type: Any = str  # the type of values; `parse` converts texts to other values, and raises `InputError`
+    default: Any = None  # the default value, as a user would type it
     _: KW_ONLY
-    shown: str = ""  # the default in words
-    field: str = ""  # of the simulator's `Network` or fabric, and of rows; by default the name
+    shown: str = ""  # the default value, in words
+    field: str = ""  # the field of the simulator's `Network` or fabric, and of rows; by default the name
     parse: Callable[[str], Any] | None = None
-    metavar: str = ""  # by default short for the type
+    metavar: str = ""  # by default a word for the type
     least: int | None = None
     most: int | None = None
-    in_cluster: bool = False  # a cluster file describes it, too
-    part: Literal["", "links", "switches"] = ""  # of a machine's links, or of what connects and disturbs machines
-    each_job: bool = False  # jobs that share a network may have a value each
-    column: str = ""  # the head of its column; a sweep takes several values only where there is one
-    repeated: bool = False  # several values are given one by one, as commas are part of a value
+    in_cluster: bool = False  # whether a cluster file also has this value
+    # what the axis describes: a machine's links, or the switches and disturbances of the network
+    part: Literal["", "links", "switches"] = ""
+    each_job: bool = False  # whether jobs that share a network may have different values
+    column: str = ""  # the head of its column; a sweep can vary an axis only if it has a column
+    repeated: bool = False  # whether each value needs its own option, because values contain commas
     write: Callable[[Any], str] = str
-    words: str = ""  # in titles: {} becomes the value, and {s} a plural; by default nothing
-    title: str = ""  # along the axis of a plot; by default the head of the column
-    more_is_better: bool | None = None  # whether more should make iterations faster, slower (False), or neither
+    words: str = ""  # the words for titles: {} becomes the value, and {s} a plural; by default none
+    title: str = ""  # the label of a plot's axis; by default the head of the column
+    more_is_better: bool | None = None  # whether a higher value makes iterations faster (True) or slower (False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "field", self.field or self.name)
@@ -50,11 +51,11 @@ class Axis:
 
     @property
     def usual(self) -> Any:
-        """The value of the default."""
+        """Return the parsed default."""
         return self.default if self.parse is None or self.default is None else self.parse(self.default)
 
     def say(self, text: str) -> str:
-        """The value that is written as `text`, in words."""
+        """Return the words for the value that is written as `text`."""
         return self.words.format(text, s="" if text == "1" else "s")
 
 
@@ -75,7 +76,7 @@ def _factor(value: float) -> str:
 
 
 # fmt: off
-#: Options of the network, in the order of `--help`; rows of a sweep have their columns in this order, too.
+#: Options of the network, in the order of `--help`. The columns of a sweep have the same order.
 NETWORK = (
     Axis("workers", "Number of workers.", int, 8, most=2**20,
          in_cluster=True, each_job=True, column="workers", words="{} worker{s}"),
@@ -132,7 +133,8 @@ NETWORK = (
          column="disturbed", repeated=True, words="disturbed {}", part="switches"),
 )
 
-#: Options of fabrics; each goes to those that have it, and what is not given is as the fabric has it.
+#: Options of fabrics. Each fabric uses the options that match its fields. Fields without an option keep the fabric's
+#: default.
 FABRIC = (
     Axis("placement", "Placement of tensors on servers: round-robin, or split equal.",
          Literal["round-robin", "equal"], shown="round-robin"),
@@ -153,5 +155,5 @@ FABRIC = (
 BY_NAME = {axis.name: axis for axis in (*NETWORK, *FABRIC)}
 #: The axes of sweeps.
 SWEPT = tuple(axis for axis in NETWORK if axis.column)
-#: The only one that is an axis of some fabrics only: its value is 0 in the cells of others.
+#: The only axis of sweeps that belongs to fabrics. The value of this axis is 0 in cells whose fabric has no servers.
 SERVERS = BY_NAME["servers"]

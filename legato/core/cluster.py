@@ -27,9 +27,10 @@ __all__ = [
 ]
 
 
-#: The largest relative error that counts as none.
+#: The largest relative error that counts as an exact fit.
 _FITS = 1e-3
-#: A line that is further off than this at a measured size is not the cost; one that is further off than that is said.
+#: A line is rejected if its relative error at a measured size is above the first limit. An error above the second limit
+#: is reported in `off`.
 _CLOSE, _OFF = 0.1, 0.2
 _MOST_POINTS = 256
 _ROUNDING = 1e-9
@@ -38,11 +39,11 @@ _ROUNDING = 1e-9
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
-    The floor is the work that a backend does on the hosts while it sends: it
-    takes longer than the network for small messages, and is hidden for large ones.
-    Where a collective has several algorithms, no line is close. Then `points` has measured
-    (bytes, seconds), between which the cost is interpolated; the line is below all of them, and
-    there is no floor. `off` is how far the cost is from the measured size that it is furthest from.
+    The floor is the work that a backend does on the hosts while it sends. For small messages this work takes longer
+    than the network; for large messages it is hidden. If a collective has several algorithms, no line fits its times.
+    For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated between these points;
+    the line is below all points, and there is no floor. `off` is the largest relative error of the cost at a measured
+    size, or 0 if that is small.
     """
 
     alpha_s: float
@@ -94,7 +95,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """Return the cost without the floor, as this kind of number."""
+        """Return the seconds of a message of `nbytes` bytes without the floor, as a number of type `number`."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -105,13 +106,13 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(least, y + (longer - y) / (later - x) * (nbytes - x))
 
     def times(self, share: float) -> LinearCost:
-        """Return the cost of a message that takes `share` of the time."""
+        """Return the cost with all times multiplied by `share`."""
         points = tuple((x, y * share) for x, y in self.points)
         return LinearCost(self.alpha_s * share, self.beta_s_per_byte * share, self.floor_s * share, points, self.off)
 
     @property
     def line(self) -> LinearCost:
-        """Return the cost without points, if a latency and a bandwidth are needed: the line of `fit` through them."""
+        """Return the cost without points, as a latency and a bandwidth: the line of `fit` through the points."""
         if not self.points:
             return self
         found = LinearCost.fit(self.points)
@@ -124,15 +125,13 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Fit a cost to (bytes, seconds) samples by least squares, each square divided by the sample's seconds.
+        """Fit a cost to (bytes, seconds) samples by least squares; each square is divided by the sample's seconds.
 
-        With this weight the large sizes, which carry most bytes of a plan,
-        determine beta, and the small ones alpha and the floor. With absolute
-        errors the largest size would determine alpha as well; with relative
-        errors the small messages, whose times scatter, would bend the line. No
-        constant is below zero. The cost gets a floor if that halves the sum of
-        squares. Raises `InputError` if there are fewer than two distinct sizes,
-        or a time is not above zero.
+        With these weights, large sizes determine beta, and small sizes determine alpha and the floor. Large sizes carry
+        most bytes of a plan. With absolute errors the largest size would determine alpha as well; with relative errors
+        the small messages, whose times scatter, would bend the line. Alpha and beta are at least 0. The cost gets a
+        floor if a floor halves the sum of squares. Raises `InputError` if there are fewer than two distinct sizes, or
+        if a time is not above 0.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -154,9 +153,10 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def following(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Return the line of `fit` if it is within 10% at each size, else a cost interpolated between the sizes.
+        """Return the line of `fit` if it is within 10% at each size, and otherwise a cost that interpolates.
 
-        Where larger messages took less time, neighbours get their mean. Raises `InputError` like `fit`.
+        If a larger message took less time than a smaller one, both get the mean of their times. Raises `InputError`
+        like `fit`.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         cost = cls.fit(points)
@@ -175,7 +175,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return msgspec.structs.replace(cost, off=off if (off := cost._worst(points)) > _OFF else 0.0)
 
     def _worst(self, points: Iterable[tuple[float, float]]) -> float:
-        """Return the largest relative error."""
+        """Return the largest relative error at these points."""
         return max(abs(self.cost(x) / y - 1) for x, y in points)
 
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
@@ -187,7 +187,8 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (alpha, beta) of the straight line that best fits (bytes, seconds) samples of at least two sizes."""
     weight = math.fsum(1 / y for _, y in points)
     level = len(points) / weight
-    middle = math.fsum(x / y for x, y in points) / weight  # sizes minus this: close ones do not cancel
+    # subtracted from all sizes, against cancellation between close sizes
+    middle = math.fsum(x / y for x, y in points) / weight
     spread = math.fsum((x - middle) ** 2 / y for x, y in points)
     beta = math.fsum(x - middle for x, _ in points) / spread
     alpha = level - beta * middle
@@ -209,7 +210,7 @@ def _last_rate(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
-    """Return a cost that is the sum of two for the smallest message, for large ones, and at measured sizes."""
+    """Return the sum of two costs, exact for the smallest message, for large messages, and at measured sizes."""
     sizes = sorted({x for x, _ in (*a.points, *b.points)})
     points = tuple((x, a.cost(x) + b.cost(x)) for x in sizes)
     floor = a.startup_s + b.startup_s if (a.floor_s or b.floor_s) and not points else 0.0
@@ -217,44 +218,45 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
 
 
 def _halved(cost: LinearCost) -> LinearCost:
-    """Return the cost of half of the bytes."""
+    """Return the cost at which a message takes as long as a message of half its bytes takes now."""
     points = tuple((2 * x, y) for x, y in cost.points)
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
 
 def _flat(cost: LinearCost) -> LinearCost:
-    """Return a cost at which every message takes as long as the smallest one."""
+    """Return the cost at which every message takes as long as the smallest message takes now."""
     return LinearCost(cost.startup_s, 0.0)
 
 
-#: Ways to all-reduce that cannot be sent in halves: halfway, no worker has the whole sum of its own part. The last
+#: Kinds of all-reduce that cannot be sent in halves, because no worker has the whole sum of its part halfway. The last
 #: three are fabrics of the flow simulator.
 UNDIVIDED = (*(name for name in COLLECTIVES if name not in DIVIDED), "butterfly", "ring-whole", "ring+multicast")
 
-#: torch's backends that a plan can be made for; a plan for `any` runs on all of them.
+#: The backends of torch for which a plan can be made. A plan for `any` runs on all backends.
 BACKENDS = ("any", "gloo", "nccl")
 
 
 def carries_out(backend: str, collective: str) -> bool:
-    """Return whether a backend of torch carries out a collective: its own, or a ring in whatever way it has.
+    """Return whether a backend of torch can run a collective: it can run its own collective, and a ring.
 
-    Over gloo, legato itself carries out the others.
+    A backend may run a ring with any algorithm. Over gloo, legato itself runs all other collectives of `COLLECTIVES`.
     """
     return collective in ("ring", backend) or (backend == "gloo" and collective in COLLECTIVES)
 
 
-#: The cost of a push and a pull through a cluster's servers.
+#: The name of the cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
-#: The seconds for which a send is assumed to keep its sender busy where that was not measured. They are a part of the
-#: latency, so no more than it.
+#: The assumed seconds for which a send keeps its sender busy, if this time was not measured. The time is a part of the
+#: latency, so it is never more than the latency.
 SEND_S = 5e-6
 
 
 def sending_s(send_s: float | None, latency_s: float) -> float:
-    """Return the seconds for which a send keeps its sender busy. Raises `InputError` on more than the latency.
+    """Return the seconds for which a send keeps its sender busy.
 
-    If it is not known (None), it is `SEND_S`, or the latency if that is less.
+    If `send_s` is None, return `SEND_S`, or the latency if that is less. Raises `InputError` if `send_s` is more than
+    the latency.
     """
     if send_s is None:
         return min(SEND_S, latency_s)
@@ -273,12 +275,13 @@ def _parameter_server(
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time that messages and computation take from each other where the same processor does both.
+    """The time that messages and computation take from each other if one processor does both.
 
-    If workers compute all the time while a message of n bytes is in flight, it takes `delay.cost(n)` seconds longer,
-    and computation loses `overhead.cost(n)` seconds of the processor (the overhead o of LogP, per message, and of
-    LogGPO, per byte). If workers compute during a part of a message's flight, the same part of both counts.
-    `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its message.
+    If workers compute all the time while a message of n bytes is in flight, the message takes `delay.cost(n)` seconds
+    longer, and computation loses `overhead.cost(n)` seconds of the processor. (LogP has such an overhead o per message,
+    and LogGPO per byte.) If workers compute during only a fraction of the message, only this fraction of delay and
+    overhead counts. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its
+    message.
     """
 
     delay: LinearCost
@@ -300,21 +303,17 @@ class Cluster(
     tag_field="format",
     tag="legato.cluster/1",
 ):
-    """The machines of a data-parallel job, and what messages cost on their network.
+    """The machines of a data-parallel job, and the costs of messages on their network.
 
-    `collectives` maps the name of each collective to its cost on these workers;
-    the first one is the default. `bandwidth_bps` (bits per second, one direction
-    of a worker's link) and `latency_s` (seconds, one hop) are the values that
-    the costs were derived from, or None if the costs were measured;
-    `send_s` (seconds) is the part of the latency for which a send keeps its sender
-    busy: messages that a worker sends together begin this time after one another. If it
-    was not measured, it is None, and assumed to be `SEND_S`.
-    `reduce_s_per_byte` is the time to add one byte of one gradient to another.
-    `depths` holds the measured costs of collectives in chunks: by name, then by
-    depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
-    averaged gradient from its message into the gradient that the optimizer reads.
-    `contention` is None where computation and messages do not slow each other
-    down, for example because a network card does the work.
+    `collectives` maps the name of each collective to its cost on these workers; the first one is the default.
+    `bandwidth_bps` (bits per second in one direction of a worker's link) and `latency_s` (seconds for one hop) are the
+    values from which the costs were derived. `bandwidth_bps` and `latency_s` are None if the costs were measured.
+    `send_s` (seconds) is the part of the latency for which a send keeps its sender busy: messages that a worker sends
+    together start `send_s` apart. If `send_s` is None, it was not measured, and `SEND_S` is assumed.
+    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` has the measured costs of
+    collectives that are pipelined in chunks, by name, then by depth (at least 2). `unpack_s_per_byte` is the time to
+    copy a byte of an averaged gradient from its message into the gradient that the optimizer reads. `contention` is
+    None if computation and messages do not slow each other down, for example because a network card sends the messages.
     """
 
     workers: Int64
@@ -359,14 +358,15 @@ class Cluster(
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
-        """Derive the costs from a bandwidth and a latency, by the rounds of each collective (`legato.collectives`).
+        """Return a cluster with costs derived from a bandwidth and a latency.
 
-        `send_s` is the part of the latency for which a send keeps its sender busy; None
-        assumes `SEND_S`, or the latency if that is less.
+        The rounds of each collective determine its cost (`legato.collectives`).
 
-        The first of `collectives` is the default. If there are servers,
-        `PARAMETER_SERVER` can be one of them: pushes and pulls of many messages,
-        distributed evenly over the servers. Raises `InputError` on an unknown
+        `send_s` is the part of the latency for which a send keeps its sender busy; if it is None, `SEND_S` is assumed,
+        or the latency if that is less.
+
+        The first of `collectives` is the default. If there are servers, `collectives` can include `PARAMETER_SERVER`:
+        pushes and pulls of many messages, distributed evenly over the servers. Raises `InputError` on an unknown
         collective or a number out of range.
         """
         if not (isinstance(workers, int) and workers >= 1):
@@ -393,7 +393,7 @@ class Cluster(
         )
 
     def __str__(self) -> str:
-        """Return the machines, and one line per collective, the default first: the cost of a message."""
+        """Return text: a line about the machines, and a line with the cost of each collective, the default first."""
         servers = f", {count(self.servers, 'server')}" if self.servers else ""
         speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
         latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
@@ -409,7 +409,7 @@ class Cluster(
         return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks."""
+        """Return the cluster's text as HTML for notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
@@ -417,12 +417,11 @@ class Cluster(
         return next(iter(self.collectives))
 
     def cost(self, collective: str | None = None, depth: int = 1) -> LinearCost:
-        """Return the cost of a collective, by its name, or of the default one.
+        """Return the cost of the collective with this name, or of the default collective.
 
-        For a depth above 1, this is the cost measured at the greatest depth that
-        is not above `depth`. If none was measured, it is the cost of one chunk;
-        `legato.simulator.pipelining` then computes the effect of the depth.
-        Raises `InputError` on a collective that the cluster lacks.
+        For a depth above 1, return the cost at the greatest measured depth up to `depth`. If no depth was measured,
+        return the cost at depth 1; `legato.simulator.pipelining` then computes the effect of the depth. Raises
+        `InputError` on a collective that the cluster lacks.
         """
         name = self.default_collective if collective is None else collective
         if name not in self.collectives:
@@ -432,7 +431,7 @@ class Cluster(
 
     @property
     def sending_s(self) -> float:
-        """Return `send_s`, or what is assumed if it is None."""
+        """Return `send_s`, or the assumed value if `send_s` is None."""
         return sending_s(None, self.latency_s or 0.0) if self.send_s is None else self.send_s
 
     @property
@@ -441,13 +440,13 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that pays for adding up gradients, all in the first half."""
+        """Return the part of a derived cost per byte that adds up gradients. It belongs to the first half."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
 
     def while_computing(self) -> Cluster:
-        """Return the cluster on which every message costs what it does while workers compute, without contention."""
+        """Return the cluster without contention, in which every message costs what it costs during computation."""
         if self.contention is None:
             return self
         delay = self.contention.delay
@@ -459,9 +458,9 @@ class Cluster(
         )
 
     def in_wire_format(self) -> Cluster:
-        """Return the cluster on which a message costs what it costs here in a wire format, which halves its bytes.
+        """Return the cluster on which all messages are sent in a wire format, in half the bytes.
 
-        Packing and unpacking cost the same, since they handle all elements.
+        Packing and unpacking cost the same as without a wire format, since they handle all elements.
         """
         beside = self.contention
         if beside is not None:
@@ -476,9 +475,9 @@ class Cluster(
         )
 
     def for_backend(self, backend: str) -> Cluster:
-        """Return the cluster with only the collectives that a backend carries out; servers need no backend.
+        """Return the cluster with only the collectives that run on a backend. Parameter servers run on any backend.
 
-        Raises `InputError` if it has none of them, or on an unknown backend.
+        Raises `InputError` if no collective is left, or on an unknown backend.
         """
         if backend not in BACKENDS:
             raise unknown_name("backend", backend, BACKENDS)
@@ -496,7 +495,7 @@ class Cluster(
 
     @property
     def has_floors(self) -> bool:
-        """Return whether the smallest messages of a cost take longer than its line says."""
+        """Return whether some cost has a floor, so that the smallest message takes longer than alpha."""
         measured = (cost for costs in self.depths.values() for cost in costs.values())
         beside = [] if self.contention is None else [self.contention.delay, self.contention.overhead]
         return any(
@@ -504,7 +503,7 @@ class Cluster(
         )
 
     def at_floors(self) -> Cluster:
-        """Return the cluster on which every message costs what the smallest one costs here, the least of all."""
+        """Return the cluster with lower costs: every message takes only as long as the smallest message takes now."""
         beside = self.contention
         if beside is not None:
             beside = msgspec.structs.replace(beside, delay=_flat(beside.delay), overhead=_flat(beside.overhead))
@@ -517,10 +516,10 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return costs without floors; no message, of any collective and depth, takes less than the lowest of them.
+        """Return costs without floors. No message of any collective and depth takes less than the least cost.
 
-        Chunks can hide the reduction during the transfer, but nothing else, and the second half of a message adds
-        nothing up. So a derived collective that can be pipelined is also listed with a free reduction.
+        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. Each
+        derived collective that can be pipelined is therefore also listed at a cost without reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:

@@ -1,6 +1,6 @@
-"""Code of the user's own: functions in files that are named on the command line, and entry points of packages.
+"""Load the user's own code: functions in files that are named on the command line, and entry points of packages.
 
-No data file can name any: a function's file is typed by the user, and a package is installed.
+No data file can name code to run. Code runs only if the user types its file name or has installed its package.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["blame", "guarded", "installed", "load", "load_installed", "own"]
 
 
 def load(spec: str, kind: type[InputError] = InputError) -> Any:
-    """The function, or the class, in FILE.py, where `spec` is "FILE.py:FUNCTION".
+    """Return the function or class in FILE.py, where `spec` is "FILE.py:FUNCTION".
 
-    As when Python runs a file, the file's folder is added to `sys.path`. Raises an error of this kind, also for an
-    exception in the user's code.
+    The file's folder is added to `sys.path`, as when Python runs a file. Raises an error of type `kind`, also if the
+    user's code raises an exception.
     """
     name, colon, function = spec.rpartition(":")
     if not colon or not name or not function:
@@ -62,9 +62,9 @@ def _imported(path: Path, kind: type[InputError]) -> ModuleType:
 
 @contextmanager
 def blame(doing: str, kind: type[InputError] = InputError) -> Iterator[None]:
-    """Turn an exception in the user's code into an error of this kind, in one line, with the line of the code.
+    """Turn an exception in the user's code into an error of type `kind`: one line that names the line of the code.
 
-    `doing` says what ran, and begins the message.
+    The message begins with `doing`, which describes the code that ran.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def blame(doing: str, kind: type[InputError] = InputError) -> Iterator[None]:
 
 
 def _user_line(error: BaseException) -> str:
-    """file:line of the innermost frame outside legato, torch and the interpreter."""
+    """Return file:line of the innermost frame outside legato, torch and the interpreter."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     torch = sys.modules.get("torch")
@@ -92,7 +92,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function, whose exceptions are `blame`d on it under this name."""
+    """Return the function, with its exceptions turned into errors by `blame`. Errors call the function `name`."""
 
     @wraps(function)
     def call(*values: Any, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def own(spec: str) -> Any:
-    """Return what `load` returns, but sent by value to processes that share no modules with this one."""
+    """Return what `load` returns, but pickled by value, for processes that cannot import the user's module."""
     found = load(spec)
     sys.modules.pop(getattr(found, "__module__", ""), None)
     return found
@@ -111,12 +111,12 @@ def own(spec: str) -> Any:
 
 @cache
 def installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of this group in the installed packages, by name; none of them is imported."""
+    """Return the entry points of this group in the installed packages, by name, without importing them."""
     return {one.name: one for one in entry_points(group=group)}
 
 
 def load_installed(group: str, name: str) -> Any:
-    """Load what an entry point of this group names. Raises `InputError` if importing it fails."""
+    """Load the object that an entry point of this group names. Raises `InputError` if importing it fails."""
     found = installed(group)[name]
     with blame(f"{group} {name!r} ({found.value}): importing it"):
         return found.load()

@@ -1,4 +1,4 @@
-"""Everything legato raises on purpose.
+"""The errors that legato raises on purpose.
 
     LegatoError
      +-- InputError          an input is wrong (command line: exit status 2)
@@ -8,8 +8,7 @@
      |    +-- CaptureError    a training step cannot be captured
      +-- RankError           the ranks of a job disagree, or one of them failed
 
-`InputError` is also a `ValueError`: the exception that Python programmers
-expect when they construct a value from wrong arguments.
+`InputError` is also a `ValueError`, the exception that Python programmers expect for wrong arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 
-#: The packages of each optional extra. Errors name these: legato's own name stands for nothing on a package index.
+#: The packages of each optional extra. Errors name the packages, because legato itself is not on a package index.
 EXTRAS = {
     "report": "jinja2 plotly",
     "figures": "plotly kaleido",
@@ -45,13 +44,13 @@ _LONGEST_TEXT = 1000
 
 
 class LegatoError(Exception):
-    """The base class of everything that legato raises on purpose."""
+    """The base class of all errors that legato raises on purpose."""
 
 
 class InputError(LegatoError, ValueError):
-    """A value, argument or file that legato was given is wrong.
+    """An input is wrong: a value, an argument or a file.
 
-    Its text leaves out the middle of a long message: names come from files and may have any length.
+    The middle of a long message is left out, because names from files can have any length.
     """
 
     def __str__(self) -> str:
@@ -60,15 +59,15 @@ class InputError(LegatoError, ValueError):
 
 
 class FileError(InputError):
-    """A file cannot be read, or its content is not what it should be."""
+    """A file cannot be read, or its content is not as expected."""
 
 
 class PlanError(InputError):
-    """A plan does not fit the workload, model or cluster it is used with."""
+    """A plan does not fit the workload, model or cluster with which it is used."""
 
 
 class TooLargeError(InputError):
-    """The request exceeds a stated limit, and would take all memory or time."""
+    """A request exceeds a stated limit, and would use up all memory or time."""
 
 
 class CaptureError(InputError):
@@ -80,7 +79,7 @@ class RankError(LegatoError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is not in a registry; it suggests the nearest names.
+    """Return the error for a name that is not in a registry, with the nearest names as suggestions.
 
     >>> print(unknown_name("scheduler", "mgwfbp", ["fifo", "mg-wfbp"]))
     unknown scheduler 'mgwfbp'; did you mean 'mg-wfbp'? known: fifo, mg-wfbp
@@ -92,7 +91,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 def missing_extra(library: str, extra: str, purpose: str) -> InputError:
-    """The error for a library that is not installed because it belongs to an optional extra.
+    """Return the error for a library that is not installed because it belongs to an optional extra.
 
     >>> print(missing_extra("plotly", "report", "a report"))
     a report needs plotly: pip install jinja2 plotly

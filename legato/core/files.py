@@ -1,4 +1,4 @@
-"""The nouns and measurements as JSON files: read strictly, written atomically, compared by hash."""
+"""Workloads, clusters, plans and other values as JSON files: read strictly, written atomically, compared by hash."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ Noun = TypeVar("Noun", bound=msgspec.Struct)
 AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement | Wrapping | Job | Machine | Program
 _NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in get_args(AnyNoun)}
 
-#: The largest file that is read. Real ones have a hundredth of this; `/dev/zero` has no end.
+#: The largest file that is read. Real files have at most a hundredth of this, and `/dev/zero` has no end.
 MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
-#: The beginnings of traces, which no file of legato has: compressed, an array of events, or an object that has events.
+#: The beginnings of traces: compressed data, an array of events, or an object that contains events. No file of legato
+#: begins like this.
 _TRACE = re.compile(
     rb"\x1f\x8b|\s*\[\s*\{\s*\"(?:ph|cat|name|ts|pid|tid)\"|(?=.{0,65536}\"traceEvents\"\s*:)\s*\{(?!\s*\"format\")",
     re.DOTALL,
@@ -43,7 +44,7 @@ _TRACE = re.compile(
 
 
 class _Header(msgspec.Struct):
-    """The first field of every file: which noun it holds, in which version of the format."""
+    """The first field of every file: the kind of value in it, and the version of the format."""
 
     format: msgspec.Raw = msgspec.Raw()
 
@@ -54,7 +55,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of a hash, which differ if the values differ. A workload keeps its own."""
+    """Return 16 hexadecimal digits of a hash. Equal values have equal hashes, and a workload caches its hash."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
@@ -66,11 +67,11 @@ def decode(data: bytes, kind: None = None, source: str = "data") -> AnyNoun: ...
 @overload
 def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun: ...
 def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = "data") -> msgspec.Struct:
-    """Return the value that JSON bytes hold: of this kind, or of the kind that its `format` names.
+    """Return the value that JSON bytes contain.
 
-    `source` names the bytes in an error. Nothing in the data is executed.
-    Raises `FileError` with one line that names the source, the field, the
-    value and what was expected.
+    The value has the type `kind`, or if that is None, the type that its `format` names. In error messages, the data is
+    called `source`. Nothing in the data is executed. Raises `FileError` with one line that names the source, the field,
+    the value and what was expected.
     """
     try:
         return _decode(data, _checked_kind(data, kind))
@@ -83,16 +84,17 @@ def read(path: str | os.PathLike[str], kind: None = None) -> Any: ...
 @overload
 def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun: ...
 def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None) -> msgspec.Struct:
-    """Return the value in a file: of this kind, or of the kind that the file says it is.
+    """Return the value that a file contains.
 
-    Raises `FileError` as `decode` and `load` do.
+    The value has the type `kind`, or if that is None, the type that the file names. Raises `FileError` as `decode` and
+    `load` do.
     """
     data = load(path)
     return decode(data, source=str(path)) if kind is None else decode(data, kind, str(path))
 
 
 def holds(data: bytes, kind: type[AnyNoun]) -> bool:
-    """Return whether the data say that they are a noun of this kind."""
+    """Return whether the `format` in the data names this type."""
     try:
         return _checked_kind(data, None) is kind
     except FileError:
@@ -132,10 +134,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write bytes to a file atomically: afterwards it holds all of them, or, if that fails, its old content.
+    """Write bytes to a file atomically: if writing fails, the file keeps its old content.
 
-    A path that is not a regular file (`/dev/stdout`, a pipe) is written to, not
-    replaced. Raises `FileError` if it cannot be written.
+    If the path is not a regular file (`/dev/stdout`, a pipe), it is written to, not replaced. Raises `FileError` if
+    writing fails.
     """
     temporary = None
     try:
@@ -159,7 +161,7 @@ def _reason(error: Exception) -> str:
 
 
 def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:
-    """Return the kind that `format` names. Raises `FileError` unless it is `kind`, or any noun if `kind` is None."""
+    """Return the type that `format` names. Raises `FileError` if it is unknown, or not the given `kind`."""
     known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
     if None in known:
         return known[None]
@@ -176,7 +178,7 @@ def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspe
 
 
 def _decode(data: bytes, kind: type[Noun]) -> Noun:
-    """Decode like `msgspec.json.decode`, but raise a `FileError`, without the source, on wrong data."""
+    """Decode like `msgspec.json.decode`, but raise `FileError` on wrong data, without the name of the source."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -215,12 +217,12 @@ def _explain(message: str, data: bytes, kind: type) -> str:
     if what.startswith(("Expected ", "Invalid ", "Number ", "Integer ")):
         reason = what.split(", got")[0].replace("`", "").replace(" | ", " or ")
         return f"{where or 'file'}: {text} ({reason[0].lower()}{reason[1:]})"
-    # A message of the noun's own check; it starts with the name of a field if it is about one.
+    # The message comes from the type's own check. A message about one field starts with the name of the field.
     return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
 
 
 def _locate(data: bytes, kind: Any, path: str) -> tuple[str, str, Any]:
-    """Return the place that msgspec's path refers to: (its name, the text there, the expected type)."""
+    """Return (name, text, expected type) of the place that msgspec's path refers to."""
     where = ""
     try:
         for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):

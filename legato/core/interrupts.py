@@ -1,4 +1,4 @@
-"""Ctrl-C, raised once: what it ends has to clean up, and a second one would interrupt that."""
+"""Handlers that raise Ctrl-C only once, since a second Ctrl-C must not interrupt the cleanup after the first."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ __all__ = ["ignore", "raise_once"]
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing. Unlike `SIG_IGN`, it also serves a signal that is already on its way to a handler,
-    and which CPython would report on standard error."""
+    """Handle a signal by doing nothing.
+
+    Unlike `SIG_IGN`, this handler also works for a signal that is already on its way to a handler, which CPython would
+    otherwise report on standard error.
+    """
 
 
 def raise_once(number: int, frame: FrameType | None) -> None:
-    """A handler that raises `KeyboardInterrupt`, and from then on ignores the signal."""
+    """Handle a signal by raising `KeyboardInterrupt`, and ignore the signal from then on."""
     signal.signal(number, ignore)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A whole training job: a language model, the mesh of GPUs that share it, the machine, and what a framework does."""
+"""A whole training job: a language model, the mesh of GPUs that share it, the machine, and the framework."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ Hidden = Literal["tensor", "tensor:forward", "context", "expert", "pipeline", "d
 #: The kinds of communication that may be hidden.
 HIDDEN: tuple[Hidden, ...] = get_args(Hidden)
 
-#: GPUs of a job, and passes of a micro-batch through a stage: a prediction takes minutes beyond them.
+#: The most GPUs of a job, and the most passes of micro-batches through stages. Larger predictions would take minutes.
 _MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
-#: Every number of a shape; the product of a few is within a float's exact range or far from its end.
+#: The largest value of each number of a shape. Products of a few such numbers are exact as floats, or far from
+#: overflow.
 _MOST = 2**24
-#: Hosts in a picture, and GPUs.
+#: The most hosts and the most GPUs in a picture.
 _MOST_DRAWN, _MOST_GPUS = 16, 1024
 
 
@@ -56,9 +57,10 @@ def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: 
 
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latent attention (arXiv 2405.04434, section 2.1): the widths from which queries, keys and values are made.
+    """The widths of latent attention (arXiv 2405.04434, section 2.1), from which queries, keys and values are computed.
 
-    Each head of queries and keys has `rope` elements more than `head_size`; for keys, all heads share these elements.
+    Each head of queries and keys has `rope` elements in addition to `head_size`. For keys, all heads share these `rope`
+    elements.
     """
 
     query: Int64
@@ -72,10 +74,11 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The shape of a decoder.
 
-    `gpt` has layer normalizations, biases, learned positions and an MLP of two matrices of `intermediate`; `llama` has
-    RMS normalizations, no biases, rotary positions and a gated MLP of three. With `experts`, all layers but the first
-    `dense_layers` send each token to `active_experts` of `experts` MLPs of `expert_intermediate`, and all tokens to one
-    of `shared_intermediate`. `tied`: one table for the embeddings and the output layer.
+    `gpt` has layer normalizations, biases, learned positions and an MLP of two matrices; `llama` has RMS
+    normalizations, no biases, rotary positions and a gated MLP of three matrices. The width of the MLP is
+    `intermediate`. With `experts`, each layer after the first `dense_layers` has `experts` MLPs of width
+    `expert_intermediate`, and sends each token to `active_experts` of them. All tokens also go to a shared MLP of width
+    `shared_intermediate`. If `tied`, the embeddings and the output layer share a table.
     """
 
     layers: Int64
@@ -111,12 +114,12 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def mixtures(self) -> range:
-        """The layers that have experts."""
+        """Return the indices of the layers that have experts."""
         return range(self.dense_layers if self.experts > 1 else self.layers, self.layers)
 
 
 class WorkerGroup(msgspec.Struct, frozen=True):
-    """The workers of a collective: how many, on how many hosts, and at least how many of them on each."""
+    """The workers of a collective: their number, the number of hosts, and the least number of workers on a host."""
 
     size: int
     hosts: int
@@ -124,12 +127,13 @@ class WorkerGroup(msgspec.Struct, frozen=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the workers of a job are divided, as in torch's `DeviceMesh`: `order` names the dimensions, outermost first.
+    """The numbers of workers in each dimension of a job, as in torch's `DeviceMesh`.
 
-    Neighbours in the last dimension have neighbouring ranks. `expert` divides the dimension `data`: experts are
-    distributed over `expert` neighbours in it, and tensor-parallel workers divide each expert. With `expert_fold`, no
-    expert is divided: the `expert` workers over which experts are distributed are all workers of `tensor` and
-    `context`, and neighbours in `data` (MoE parallel folding, arXiv 2504.14960, section 3).
+    `order` names the dimensions, the outermost first: neighbours in the last dimension have neighbouring ranks.
+    `expert` divides the dimension `data`: experts are distributed over `expert` neighbours in `data`, and
+    tensor-parallel workers divide each expert. With `expert_fold`, no expert is divided: experts are distributed over
+    all workers of `tensor` and `context` and over neighbours in `data`, together `expert` workers (MoE parallel folding,
+    arXiv 2504.14960, section 3).
     """
 
     tensor: Int64 = 1
@@ -153,7 +157,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TooLargeError(f"mesh: {self.workers:,} workers (expected at most {_MOST_WORKERS:,})")
 
     def __str__(self) -> str:
-        """The dimensions above 1 in words."""
+        """Return the sizes of the dimensions above 1 in words."""
         sizes = [f"{name} {size}" for name in DIMENSIONS if (size := getattr(self, name)) > 1]
         sizes += [self.experts_in_words] if self.expert > 1 else []
         return ", ".join(sizes) or "one GPU"
@@ -168,29 +172,30 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def data_expert(self) -> int:
-        """The neighbours in `data` over which experts are distributed."""
+        """Return the number of neighbours in `data` over which experts are distributed."""
         return self.expert // (self.tensor * self.context) if self.expert_fold else self.expert
 
     @property
     def expert_parts(self) -> int:
-        """The parts of a layer's experts, each of which `tensor` workers share."""
+        """Return the number of parts of a layer's experts; `tensor` workers share each part."""
         return self.expert // self.tensor if self.expert_fold else self.expert
 
     @property
     def expert_dimensions(self) -> tuple[str, ...]:
-        """The dimensions over which experts are distributed."""
+        """Return the dimensions over which experts are distributed."""
         return ("tensor", "context", "expert") if self.expert_fold else ("expert",)
 
     def offset(self, stage: int, gpus_per_host: int) -> int:
-        """The place on its host of a stage's first worker. Groups of stages with the same offset lie alike."""
+        """Return the place of a stage's first GPU within its host. Stages with equal offsets are placed alike."""
         inside: list[int] = [getattr(self, name) for name in self.order[self.order.index("pipeline") + 1 :]]
         return stage * math.prod(inside) % gpus_per_host
 
     def placements(self, names: Iterable[str], gpus_per_host: int, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Return where groups in these dimensions lie: the host of each worker of a group, in the order of its workers.
+        """Return the placements of groups in these dimensions: the host of each worker of a group, in order.
 
-        Groups that lie alike are there once, and hosts are counted from the first worker's. Dimensions are
-        `DIMENSIONS`, `expert`, and `replica` (what is left of `data`). Of a `stage`, only its own groups count.
+        Equal placements are listed once, and hosts are counted from the host of the group's first worker. `names` can
+        be `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). If a `stage` is given, only the groups of
+        this stage count.
         """
         names = set(names) | ({"expert", "replica"} if "data" in names else set())
         gpus_per_host = min(gpus_per_host, self.workers)
@@ -201,12 +206,13 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for part, size in inside.get(name, ((str(name), getattr(self, name)),)):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
-                else:  # of the first workers of other groups, where on its host each is
+                else:  # the places of other groups' first workers within their hosts
                     mine = range(min(size, gpus_per_host)) if part != "pipeline" or stage is None else (stage,)
                     steps = {index * stride % gpus_per_host for index in mine}
                     offsets = {(offset + step) % gpus_per_host for offset in offsets for step in steps}
                 stride *= size
-        # Offsets between multiples of what divides all ranks of a group and a host make no difference.
+        # Offsets are rounded down to multiples of the common divisor of host size and strides; smaller shifts change
+        # nothing.
         aligned = math.gcd(gpus_per_host, *(ranks.step for ranks in ranges if len(ranks) > 1))
         firsts = sorted({offset - offset % aligned for offset in offsets})
         found = (tuple((first + sum(ranks)) // gpus_per_host for ranks in product(*ranges)) for first in firsts)
@@ -216,24 +222,28 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The properties of a framework that change a step.
 
-    - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
-    - `fused_softmax`: of stored scores: scale, mask and softmax are one kernel; otherwise each is one, in 32 bits.
-    - `dropout`: after attention's softmax and before each residual addition.
-    - `fused`: chains of elementwise operations are one kernel; otherwise each is one, and norms compute in 32 bits.
-    - `fused_loss`: the loss reads logits of 16 bits, of which each worker has a part; otherwise torch's cross entropy
-      takes the whole logits, in 32 bits, on every worker.
-    - `gradient_nbytes`: of a gradient where it is added up. `sent_nbytes`: where it is sent, if not the same.
-    - `hidden`: the collectives that run during computation. With `tensor` these are the backward pass's that belong to
-      matrices divided by columns, and with `tensor:forward` all others, in parts during the products that they feed or
-      that feed them. With `data` gradients and gathers of parameters; with `data:gradients` only gradients.
-    - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
-    - `divides_sends`: tensor-parallel workers send 1/tensor of an activation each to the next stage of a pipeline.
-    - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
-    - `deduplicates`: of a token's copies that go to experts on one host, one crosses the network.
-    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch. Only a
-      measured step says them.
-    - `host_s`: seconds that no GPU work hides, a layer and micro-batch.
-    - `schedules`, `recomputes`, `shards`: what it offers to a search for layouts.
+    - `flash`: attention keeps its scores in the kernel. Without `flash`, attention writes scores to memory, and also
+      computes masked products.
+    - `fused_softmax`: without `flash`, scale, mask and softmax are one kernel; otherwise each is a kernel, in 32 bits.
+    - `dropout`: there is dropout after attention's softmax and before each residual addition.
+    - `fused`: a chain of elementwise operations is one kernel; otherwise each operation is a kernel, and norms compute
+      in 32 bits.
+    - `fused_loss`: each worker computes the loss of its part of the logits, in 16 bits; otherwise torch's cross entropy
+      reads all logits, in 32 bits, on every worker.
+    - `gradient_nbytes`: the bytes of each element of a gradient that is added up. `sent_nbytes`: the bytes of each
+      element that is sent, if different.
+    - `hidden`: the collectives that run during computation. `tensor` means the collectives of the backward pass that
+      belong to matrices divided by columns; `tensor:forward` means all other tensor-parallel collectives, which run in
+      parts during the matrix products before or after them. `data` means gradients and gathers of parameters;
+      `data:gradients` means only gradients.
+    - `gathers_inputs`: under sequence parallelism, the backward pass gathers the inputs of layers again.
+    - `divides_sends`: each tensor-parallel worker sends 1/tensor of an activation to the next stage of the pipeline.
+    - `vocabulary_multiple`: each worker's part of the vocabulary is padded to a multiple of this number.
+    - `deduplicates`: a token that goes to several experts on one host crosses the network once.
+    - `mixture_s`: seconds of host work and small kernels that a mixture of experts needs for each layer and
+      micro-batch, known only from a measured step.
+    - `host_s`: seconds of host work for each layer and micro-batch that no GPU work hides.
+    - `schedules`, `recomputes`, `shards`: the options of the framework that a search for layouts tries.
     """
 
     name: str = "custom"
@@ -262,7 +272,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes of a gradient where it is sent."""
+        """Return the bytes of each element of a gradient that is sent."""
         return self.sent_nbytes or self.gradient_nbytes
 
     def __post_init__(self) -> None:
@@ -273,12 +283,13 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
-    """A GPU, its links and its host: the figures of data sheets, and the shares of these that are reached.
+    """A GPU, its links and its host: the figures of data sheets, and the shares of these figures that are reached.
 
-    `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
-    `efficiency`, of matrix products, is the one number to fit to a measured step. `multiprocessors` compute the tiles
-    of a product in waves; with 0 of them, products are not divided into waves. Latencies belong to a collective within
-    a job, with its skew: inside a host, between two hosts, and for each further host.
+    `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
+    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach, the one number to fit to
+    a measured step. The tiles of a product are computed in waves on `multiprocessors`; with 0, products are not divided
+    into waves. Each latency is for a whole collective within a job, with the skew of its workers: inside a host,
+    between two hosts, or for each additional host.
     """
 
     name: str
@@ -317,7 +328,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     @property
     def links_in_words(self) -> str:
-        """The nominal rates of the links, and the shares of these that are reached."""
+        """Return the nominal rates of the links in words, with the shares of these rates that are reached."""
         card, link = (format_bandwidth(8 * rate) for rate in (self.card_bytes_per_s, self.link_bytes_per_s))
         return (
             f"hosts of {self.gpus_per_host} x {self.name}: {card} a GPU and {link} inside hosts (nominal rates, "
@@ -325,9 +336,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         )
 
     def ring(self, group: WorkerGroup) -> LinearCost:
-        """Return the cost of a ring of these workers: its latency, and the seconds for each byte that a worker sends.
+        """Return the cost of a ring of these workers: its latency, and the seconds per byte that a worker sends.
 
-        It goes through each host once, on all cards of the group's workers there (nccl-tests' bus bandwidth).
+        The ring goes through each host once and uses the network cards of all its workers on that host (nccl-tests' bus
+        bandwidth).
         """
         bus = self.link_bytes_per_s * self.link_share
         if group.hosts == 1:
@@ -338,18 +350,20 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, tag_field="format", tag="legato.job/1"):
-    """A training job: the model, the mesh, and how one step of it runs.
+    """A training job: the model, the mesh, and how one step runs.
 
-    Each pipeline computes `microbatches` of `microbatch` sequences a step. Every stage of the pipeline has `chunks`
-    chunks of layers, and `layers` has the number of layers of each chunk in the model's order: chunk c is on stage
-    c mod pipeline. The first chunk also has the embeddings, the last one the output layer. Without `layers`, these
-    count as a layer each unless the layers divide evenly without them.
+    In a step, each pipeline computes `microbatches` micro-batches of `microbatch` sequences. Every stage of the
+    pipeline has `chunks` chunks of layers, and `layers` has the number of layers of each chunk in the model's order:
+    chunk c is on stage c mod pipeline. The first chunk also has the embeddings, and the last chunk has the output
+    layer. Without `layers`, the layers are divided evenly if possible. If the layers cannot be divided evenly, the
+    embeddings and the output layer count as a layer each.
 
-    `recompute` in the backward pass: attention's `core`; every second matrix product and all elementwise operations
-    (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard`: what each data-parallel
-    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. `replicas` divides the data-parallel
-    workers into this number of groups of neighbours, each of which shards on its own (HSDP). Raises `InputError` on
-    what does not divide or is empty, and `TooLargeError` beyond four million passes.
+    `recompute` says what the backward pass computes again: attention's `core`; every second matrix product and all
+    elementwise operations (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard` says
+    what is divided among data-parallel workers: the same as `Plan.shard`, or the parameters as well. With `replicas`,
+    the data-parallel workers form this number of groups of neighbours, and each group shards the model within itself
+    (HSDP). Raises `InputError` if one number must divide another but does not, or if a part of the job is empty. Raises
+    `TooLargeError` beyond four million passes.
     """
 
     name: str
@@ -415,7 +429,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
             raise InputError(f"layers: {self.model.layers} for {stages} chunks (expected one or more a chunk)")
 
     def __str__(self) -> str:
-        """One line: the model, the GPUs and how they are divided, and the framework."""
+        """Return one line: the model, the GPUs and how they are divided, and the framework."""
         sizes = ", ".join(
             f"{name} {getattr(self.mesh, name)}" for name in self.mesh.order if getattr(self.mesh, name) > 1
         )
@@ -429,7 +443,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         )
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: the hosts and their GPUs, each with the number of its stage of the pipeline."""
+        """Return a picture for notebooks: the hosts and their GPUs, each with the number of its pipeline stage."""
         order, in_a_host = self.mesh.order, min(self.machine.gpus_per_host, self.mesh.workers)
         places = product(*(range(getattr(self.mesh, name)) for name in order))
         gpus = [
@@ -443,7 +457,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @cached_property
     def split(self) -> tuple[int, ...]:
-        """The layers of each chunk, in the model's order."""
+        """Return the number of layers of each chunk, in the model's order."""
         stages = self.mesh.pipeline * self.chunks
         if self.layers:
             return self.layers
@@ -457,25 +471,26 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Return whether chunks differ in layers, whether or not embeddings and the output layer count as one each."""
+        """Return whether chunks differ in layers, whether or not embeddings and the output layer count as layers."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 
     @cached_property
     def divided(self) -> Mesh:
-        """The mesh, whose dimension `expert` are the workers that divide parameters if these have replicas."""
+        """Return the mesh. With replicas, its `expert` is the number of workers that share one copy of the model."""
         mesh = self.mesh
         return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the number of tokens in a step."""
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
     def group(self, *names: str, stage: int | None = None) -> WorkerGroup:
-        """The workers that share a collective in these dimensions of the mesh: of a stage of the pipeline, or of any.
+        """Return the workers that share a collective in these dimensions of the mesh, in one stage or in any stage.
 
-        Where groups lie differently on their hosts, it stands for the slowest: all others wait for it.
+        If groups are placed differently on their hosts, the result describes the slowest group, since all others wait
+        for it.
         """
         groups = self.divided.placements(names, self.machine.gpus_per_host, stage)
         workers = [Counter(hosts).values() for hosts in groups]

@@ -1,15 +1,14 @@
-"""Where messages lie in memory: each in a flat buffer, and those that share a tensor in adjacent buffers.
+"""The memory layout of messages: each has a flat buffer, and messages that share a tensor have adjacent buffers.
 
-[Note: chains] A tensor that a plan partitions over several messages can still
-be contiguous in memory: the message with its first bytes must end with them, and the next message must begin with the
-bytes that follow. Therefore a slice that continues a tensor lies first in its message, and a slice that is continued by
-the next message lies last; messages that fit together in this way form a chain and share one allocation. The elements
-that count gradients lie after the slices, but before a slice that is continued.
+[Note: chains] A tensor that a plan partitions over several messages can still be contiguous in memory. For this, the
+message with the tensor's first bytes must end with these bytes, and the next message must begin with the bytes that
+follow. Therefore a slice that continues a tensor is first in its message, and a slice that the next message continues
+is last. Messages that fit together in this way form a chain and share one allocation. The elements that count gradients
+come after the slices, but before a slice that the next message continues.
 
-[Note: shards] In a sharded plan, the buffer of a message is a chunk for each rank,
-all of one size. A chunk holds about an equal share of the elements, and so parts of tensors; after them, an element for
-each part that counts gradients, so that the rank that owns the chunk knows which of them were there; and, last, an
-element in which the owner says whether it has updated them.
+[Note: shards] In a sharded plan, the buffer of a message has one chunk for each rank, all of the same size. A chunk
+begins with parts of tensors, about an equal share of the elements. After the parts, the chunk has an element for each
+part that counts the ranks with a gradient. The last element of the chunk says whether the owner has updated the parts.
 """
 
 from __future__ import annotations
@@ -24,26 +23,28 @@ from legato.core.plan import Message, Slice
 __all__ = ["BufferLayout", "buffer_layout", "chains", "realigned", "scattered_tensors", "sharded_layout"]
 
 
-#: A tensor is cut at multiples of this number of elements, so that vectorized updates compute the same for its parts
-#: as for all of it: remainders that do not fill a vector are rounded differently.
+#: A tensor is cut only at multiples of this number of elements. With such cuts, vectorized updates give the same
+#: results for the parts as for the whole tensor. Elements that do not fill a vector would be rounded differently.
 _ALIGNED_ELEMENTS = 64
 
 
 class BufferLayout(NamedTuple):
-    """A message's slices in their order in memory; positions are elements from the start of its buffer."""
+    """The slices of a message in their order in memory; positions count elements from the start of the buffer."""
 
     slices: tuple[Slice, ...]
     starts: tuple[int, ...]
-    flags: Mapping[Slice, int]  # the element that counts the ranks with a gradient: of slices with a first byte
+    # for each slice with a tensor's first byte, the element that counts the ranks with a gradient
+    flags: Mapping[Slice, int]
     elements: int
-    joins: tuple[str, int] | None  # the tensor, and its byte, with which the buffer begins
-    leaves: tuple[str, int] | None  # the tensor, and its byte, with which the next buffer should begin
+    joins: tuple[str, int] | None  # the tensor, and the byte in it, with which the buffer begins
+    leaves: tuple[str, int] | None  # the tensor, and the byte in it, with which the next buffer should begin
 
 
 def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int, multiple: int = 1) -> BufferLayout:
-    """Lay out a message of elements of `element_size` bytes; `sizes` are the bytes of whole tensors, by name.
+    """Return the layout of a message of elements of `element_size` bytes.
 
-    The number of elements of the buffer is a multiple of `multiple`.
+    `sizes` has the bytes of each whole tensor, by name. The number of elements of the buffer is a multiple of
+    `multiple`.
     """
     slices = sorted(message.slices, key=lambda s: (s.start == 0) * (1 + (s.stop < sizes[s.tensor])))
     first, last = slices[0], slices[-1]
@@ -78,9 +79,10 @@ def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> i
 
 
 def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
-    """The slice with its cuts where a sharded plan may cut a tensor of `size` bytes; None if nothing is left of it.
+    """Return the slice between places where a sharded plan may cut the tensor, or None if the slice is then empty.
 
-    A cut moves towards the beginning of the tensor by less than 64 elements, on both of its sides.
+    Each end of the slice moves towards the beginning of the tensor, by less than 64 elements. The tensor has `size`
+    bytes.
     """
     unit = _ALIGNED_ELEMENTS * element_size
     start, stop = (byte if byte == size else byte - byte % unit for byte in (piece.start, piece.stop))
@@ -88,9 +90,9 @@ def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
 
 
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
-    """Lay out a message of a sharded plan ([Note: shards]); also return the largest number of data elements in a chunk.
+    """Return the layout of a message of a sharded plan ([Note: shards]), and the most data elements in a chunk.
 
-    The message's slices are cut where a chunk ends, and all slices have flags.
+    Slices are cut at the ends of chunks, and every slice has a flag.
     """
     share, unit = -(-message.nbytes // element_size // ranks), _ALIGNED_ELEMENTS * element_size
     parts: list[list[Slice]] = [[]]
@@ -121,13 +123,13 @@ def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[Buf
 
 
 def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
-    """Return the indices of all layouts in chains of buffers that fit together; each chain is one allocation."""
+    """Return chains of layouts whose buffers fit together, as indices. Each chain is one allocation."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
     inner = set(following.values())
     chains: list[list[int]] = []
     seen: set[int] = set()
-    for start in sorted(range(len(layouts)), key=lambda i: i in inner):  # last the layouts that form a circle
+    for start in sorted(range(len(layouts)), key=lambda i: i in inner):  # layouts that form a circle come last
         chain = []
         at: int | None = start
         while at is not None and at not in seen:
@@ -140,10 +142,10 @@ def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
 
 
 def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
-    """Return the partitioned tensors that are not contiguous in memory: their gradients must be gathered.
+    """Return the partitioned tensors that are not contiguous in memory; their gradients must be gathered.
 
-    `sizes` are the bytes of whole tensors, by name. A reduce-scatter has the same
-    number of elements for each of the `ranks`.
+    `sizes` has the bytes of each whole tensor, by name. A reduce-scatter has the same number of elements for each of
+    the `ranks`.
     """
     # All-gathers use the buffers of their reduce-scatters.
     owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]
@@ -165,7 +167,7 @@ def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ran
 
 
 def _places(layouts: Sequence[BufferLayout]) -> dict[str, list[tuple[int, int, int]]]:
-    """Return where each tensor's slices lie: each one's first byte, the number of its memory, and the element there."""
+    """Return the place of each slice of each tensor: (first byte, index of the allocation, element there)."""
     places: dict[str, list[tuple[int, int, int]]] = {}
     for memory, chain in enumerate(chains(layouts)):
         at = 0

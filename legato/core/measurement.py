@@ -1,4 +1,4 @@
-"""Measurements of several plans that trained one job in turns."""
+"""Measurements of several plans that take turns in one training run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST_S = 1e18
 
 
 class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The timed iterations of one plan, in seconds each: their median `measured_s` and their quartiles.
+    """The measured iteration times of one plan, in seconds: their median `measured_s` and their quartiles.
 
-    `predicted_s` and `lower_bound_s` are None where nothing was predicted. `rounded` is the fraction of the gradients'
-    bytes that travelled in a wire format, or None if there was no such format.
+    `predicted_s` and `lower_bound_s` are None if nothing was predicted. `rounded` is the fraction of the gradients'
+    bytes that were sent in a wire format, or None if no message had a wire format.
     """
 
     scheduler: str
@@ -48,24 +48,24 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, scheduler: str, seconds: Sequence[float], **more: Any) -> MeasuredPlan:
-        """The median and the quartiles of iterations that took `seconds` each; `more` are the other fields."""
+        """Return the median and the quartiles of iteration times `seconds`; `more` are the other fields."""
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else [middle] * 3
         return cls(scheduler, middle, (min(low, middle), max(high, middle)), len(seconds), **more)
 
     @property
     def error(self) -> float | None:
-        """The relative error of the prediction: predicted / measured - 1; None without one."""
+        """Return the relative error of the prediction (predicted / measured - 1), or None without a prediction."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
 
 
 class Measurement(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.measurement/1"
 ):
-    """A measurement of `legato rehearse` or `legato verify`: each plan of a job on a network, both in words.
+    """A measurement by `legato rehearse` or `legato verify`: each plan's times, and a description of job and network.
 
-    The plans took turns, so that their times can be compared. `doubts` are sentences about what speaks against the
-    measurement, such as other work on the machine.
+    The plans took turns, so their times can be compared. `doubts` are sentences with reasons to doubt the measurement,
+    such as other work on the machine.
     """
 
     job: str

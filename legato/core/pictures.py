@@ -1,4 +1,4 @@
-"""Pictures for notebooks, each one SVG element without scripts or external files: bars of times, GPUs of hosts."""
+"""Pictures for notebooks (bars of times, GPUs of hosts): SVG elements without scripts or external files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato.core.units import format_seconds
 
 __all__ = ["draw_bars", "draw_hosts"]
 
-#: Colours that are legible on light and on dark paper; other parts have the last one.
+#: Colours that are legible on light and on dark paper. Parts without a colour in this table get the last colour.
 _COLOURS = {
     "computing": "#2f6db5",
     "bubble": "#a3aab3",
@@ -26,15 +26,15 @@ _COLOURS = {
     "host": "#a3aab3",
     "iteration": "#e08a1e",
 }
-_WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # pixels; a bar is below its name
+_WIDTH, _LEFT, _BAR, _TOP = 970, 10, 16, 52  # all in pixels; each bar is below its name
 _MOST_BARS = 40
 
-#: A name, the seconds of each part, and a text that follows the name.
+#: A bar: its name, the seconds of each part, and a text after the name.
 Bar = tuple[str, Mapping[str, float], str]
 
 
 def draw_bars(bars: Sequence[Bar], title: str) -> str:
-    """The bars below each other on one time axis, each with its name above it; of many, the first."""
+    """Return the bars below each other on one time axis, each below its name; of many bars, only the first."""
     shown = bars[:_MOST_BARS]
     longest = max((sum(parts.values()) for _, parts, _ in shown), default=0.0) or 1.0
     kinds = list(dict.fromkeys(kind for _, parts, _ in shown for kind in parts if parts[kind] > 1e-9 * longest))
@@ -56,7 +56,7 @@ def draw_bars(bars: Sequence[Bar], title: str) -> str:
 
 
 def draw_hosts(gpus: Sequence[tuple[int, str]], gpus_per_host: int, hosts: int, title: str) -> str:
-    """Hosts, each a row of its GPUs: what a GPU belongs to as its number and colour, and what it is in words."""
+    """Return a picture of hosts, one row each. Number and colour of a GPU show its group; a tooltip describes it."""
     drawn, colours = [_text(_LEFT, 15, shorten(title, 150), "bold")], list(dict.fromkeys(_COLOURS.values()))
     width = max(3, min(60, (_WIDTH - 90) // gpus_per_host))
     for rank, (number, said) in enumerate(gpus):

@@ -1,12 +1,11 @@
-"""Which parameter server holds which bytes.
+"""The placement of tensors on parameter servers.
 
 *Round robin* (TensorFlow's default): whole tensors, the i-th one on server
 i mod k.
 
-*Equal*: every tensor is partitioned into k pieces of (nearly) the same size, one
-per server, so that every server holds and sends the same number of bytes at any
-moment. Pieces begin at multiples of 8 bytes, which keeps every element whole; a
-tensor with fewer than 8 bytes per server goes to the server that holds the least.
+*Equal*: every tensor is partitioned into k pieces of (nearly) the same size, one per server, so every server holds and
+sends the same number of bytes at any moment. Pieces begin at multiples of 8 bytes, which keeps every element whole; a
+tensor with fewer than 8 bytes per server goes to the server with the fewest bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ __all__ = ["PLACEMENTS", "Placement", "place"]
 Placement = Literal["round-robin", "equal"]
 PLACEMENTS: tuple[Placement, ...] = ("round-robin", "equal")
 
-#: Bytes; no element of any dtype crosses a multiple of this.
+#: In bytes. No element of any dtype crosses a multiple of this number.
 _ALIGN = 8
 
 
 def place(sizes: Iterable[int], servers: int, placement: Placement = "round-robin") -> list[list[tuple[int, int, int]]]:
-    """Place tensors, in the order of their creation: for each, its pieces as (first byte, end, server).
+    """Return the pieces of each tensor as (first byte, end, server).
 
-    `sizes` are in bytes. Raises `InputError` if there are no servers, or on an
-    unknown placement.
+    `sizes` are the bytes of the tensors, in the order of their creation. Raises `InputError` if there are no servers,
+    or on an unknown placement.
     """
     if servers < 1:
         raise InputError(f"{servers} parameter servers (expected at least 1: a cluster with servers, or --servers)")

@@ -1,4 +1,4 @@
-"""A plan: the messages of an iteration, what they carry, and in which order they are sent."""
+"""A plan: the messages of an iteration, their contents, and the order in which they are sent."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ __all__ = [
     "check_plan",
 ]
 
-#: Formats of two bytes in which elements of four may travel.
+#: Wire formats: two bytes for each float32 element of four bytes.
 Wire = Literal["bf16", "fp16"]
-#: Which gradients travel in a wire format: none, those for which it saves time, or all.
+#: Gradients that are sent in a wire format: none, those for which it saves time, or all.
 Rounding = Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"]
 ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16", "all-bf16", "all-fp16")
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
-#: What is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
+#: State that is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
-#: Who carries a plan out: legato, in the plan's order; torch's DDP, whose buckets the messages are; or parameter
-#: servers that send pulls in a new random order in each iteration, of which the plan's is one.
+#: The system that runs a plan. `legato` sends the messages in the plan's order. `ddp` is torch's DDP, with the messages
+#: as its buckets. `unordered` means parameter servers that send pulls in a new random order in each iteration; the plan
+#: has one such order.
 Carrier = Literal["legato", "ddp", "unordered"]
 
-#: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
-#: to simulate. Real plans have hundreds; only a model of 4 TB in slices of 4 MiB has a million.
+#: The most messages of a plan, each counted as often as its depth. To plan and simulate a million messages takes a
+#: minute and a gigabyte. Real plans have hundreds; only a model of 4 TB in slices of 4 MiB has a million.
 MOST_CHUNKS = 1_000_000
-#: Every byte is aggregated by exactly one message of these kinds.
+#: Kinds of messages that aggregate. Every byte is in exactly one message of these kinds.
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
-#: Kinds that only aggregate, and the kind that distributes the result.
+#: Kinds that only aggregate, each with the kind that distributes the result.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
-_MOST_ROWS = 30  # that a notebook shows
+_MOST_ROWS = 30  # in a notebook
 _SHARDED: dict[Shard, str] = {
     "optimizer": "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
     "gradients": "optimizer and gradients sharded: reduce_scatter, update of the shard, all_gather of parameters",
@@ -74,12 +75,11 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Slices of one or more tensors that are sent together.
+    """A message: slices of one or more tensors that are sent together.
 
-    `collective` is a name in `Cluster.collectives`, or None for the default;
-    `depth` is the number of chunks that the collective pipelines (Caramel,
-    section 5); `server` is the parameter server of a push or pull; `wire` is the
-    format in which float32 elements travel, rounded, if not as they are.
+    `collective` is a name in `Cluster.collectives`, or None for the default. `depth` is the number of chunks that the
+    collective pipelines (Caramel, section 5). `server` is the parameter server of a push or pull. `wire` is the format
+    in which float32 elements are sent after rounding, or None for no rounding.
     """
 
     slices: tuple[Slice, ...]
@@ -101,37 +101,33 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     @property
     def wire_nbytes(self) -> int:
-        """The bytes that travel: half of the bytes, rounded up, in a `wire` format, which has two bytes for four."""
+        """Return the number of bytes that are sent: half of the bytes (rounded up) in a `wire` format."""
         return self.nbytes if self.wire is None else -(-self.nbytes // 2)
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the tensors in it, each once."""
+        """Return the names of the message's tensors, each once."""
         return list(dict.fromkeys(piece.tensor for piece in self.slices))
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.plan/1"):
-    """An order of messages; the order *is* the schedule.
+    """The messages of one iteration in order; the order *is* the schedule.
 
-    A message is launched when the one before it has been launched and every
-    tensor in it is ready, even if a later message is ready earlier. With
-    `forward_overlap` a forward op waits only for the parameters that it reads;
-    without it every forward op waits for the last message. `op_order` is the
-    order in which a worker runs its ops over one period, backward first; empty
-    means `Workload.iteration_order()`. `node_order` names those ops, in the same
-    order, that are nodes of a compiled model's graphs, which the runtime sorts
-    by it; it is empty if no node changes its place.
+    A message is launched when the previous message has been launched and all tensors in it are ready, even if a later
+    message is ready earlier. With `forward_overlap`, a forward op waits only for the parameters that it reads. Without
+    `forward_overlap`, every forward op waits for the last message. `op_order` is the order in which a worker runs its
+    ops in one iteration, backward pass first; if it is empty, `Workload.iteration_order()` holds. `node_order` has the
+    names of the ops that are nodes of a compiled model's graphs, in the same order; the runtime reorders the graphs by
+    it. `node_order` is empty if no node moves.
 
-    `shard` says of what a worker keeps only a part, its *shard*: the
-    optimizer's states, or also the gradients (ZeRO-1 and ZeRO-2: Rajbhandari,
-    Rasley, Ruwase, He, SC 2020, section 5). All messages are then halves. After a
-    reduce_scatter a worker updates its shard of the parameters in it, and the
-    all_gather with the same slices distributes the updated *parameters*. An
-    optimizer op waits for the reduce_scatters of the tensors that it reads; an
-    all_gather for the optimizer ops that update its tensors; a forward op for the
-    all_gathers of the tensors that it reads.
+    `shard` says which state is divided, so that each worker keeps only its *shard*: the optimizer's states, or also the
+    gradients (ZeRO-1 and ZeRO-2: Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). In a sharded plan, all messages
+    are halves. After a reduce_scatter, a worker updates its shard of the parameters, and the all_gather with the same
+    slices distributes the updated *parameters*. An optimizer op waits for the reduce_scatters of the tensors that it
+    reads. An all_gather waits for the optimizer ops that update its tensors. A forward op waits for the all_gathers of
+    the tensors that it reads.
 
-    `carrier` says who carries the plan out; DDP carries out all-reduces of exact gradients.
+    `carrier` says who runs the plan. DDP can run only all-reduces of exact gradients.
     """
 
     scheduler: str
@@ -158,27 +154,25 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
 
     @property
     def rounded(self) -> float:
-        """The fraction of the gradients' bytes that travel in a wire format."""
+        """Return the fraction of the gradients' bytes that are sent in a wire format."""
         carried = [(message.nbytes, message.wire) for message in self.messages if message.kind in _AGGREGATE]
         total = sum(nbytes for nbytes, _ in carried)
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
 
     def sending(self, messages: tuple[Message, ...]) -> Plan:
-        """Return the plan with other messages. What DDP does not send, legato sends."""
+        """Return the plan with other messages. If DDP cannot send these messages, the carrier becomes legato."""
         carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
     def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
-        """Return the plan with two halves for each all_reduce, where workers keep only their part of what `shard` says.
+        """Return the plan sharded as `shard` says, with two halves in place of each all_reduce.
 
-        Each all_reduce becomes a reduce_scatter in its place. Then come the
-        all_gathers, in the order in which the next forward pass reads the parameters:
-        `places` has the place of each tensor in that order, and those that it lacks
-        come last. The groups of halves stay, too. With `shard="none"` the plan is
-        returned as it is.
+        Each all_reduce becomes a reduce_scatter in its place. The all_gathers follow, in the order in which the next
+        forward pass reads the parameters: `places` has the place of each tensor in that order, and tensors without a
+        place come last. Existing halves keep their slices. With `shard="none"`, the plan is returned unchanged.
 
-        Raises `InputError` on an unknown `shard`, on a plan for parameter servers,
-        and on one that shards something else already.
+        Raises `InputError` on an unknown `shard`, on a plan for parameter servers, and on a plan that is already
+        sharded otherwise.
         """
         if shard not in SHARDS:
             raise unknown_name("shard", shard, SHARDS)
@@ -198,11 +192,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return msgspec.structs.replace(self, messages=messages, shard=shard, forward_overlap=True, carrier="legato")
 
     def __str__(self) -> str:
-        """The schedule, one line per message."""
+        """Return the schedule, one line per message."""
         return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])
 
     def _repr_html_(self) -> str:
-        """The schedule as a table for notebooks: the first messages, if there are many."""
+        """Return the schedule as a table for notebooks, with only the first messages if there are many."""
         rows = self._rows()[:_MOST_ROWS]
         rest = len(self.messages) - len(rows)
         more = f"<p>and {count(rest, 'more message')}; print() shows all of them</p>" if rest else ""
@@ -210,12 +204,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
 
     def describe(self, workload: Workload) -> str:
-        """The schedule, one line per message, with the op after which it is sent and the first that waits for it.
+        """Return the schedule, one line per message, with the op before it and the first op that waits for it.
 
-        Messages that distribute what others aggregated (all_gather, pull) are
-        sent after those; in a sharded plan, after the ops that update its tensors
-        and before the first forward op that reads them. Raises `PlanError` if the
-        plan does not fit the workload.
+        An all_gather or a pull is sent after the messages that aggregated its bytes. In a sharded plan, an all_gather
+        is sent after the ops that update its tensors, and before the first forward op that reads its tensors. Raises
+        `PlanError` if the plan does not fit the workload.
         """
         check_plan(self, workload)
         order = self.op_order or workload.iteration_order()
@@ -227,7 +220,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         for message, row in zip(self.messages, self._rows(), strict=True):
             mine = [tensors[name] for name in message.tensors]
             readers = {reader for tensor in mine for reader in tensor.readers}
-            # The ops between which it is sent; where there is none, another message is on that side.
+            # The ops between which the message is sent. A missing op on one side means that another message is there.
             ready = {tensor.ready_after for tensor in mine}
             before = {"all_gather": readers & updates, "pull": set[int]()}.get(message.kind, ready)
             later = {"reduce_scatter": readers & updates, "push": set[int]()}.get(message.kind, readers - updates)
@@ -239,7 +232,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return "\n".join([self._title(), *table(headings, rows, right=2)])
 
     def _carriers(self) -> dict[tuple[str | None, str], list[int]]:
-        """Return the messages of a kind, by their index, that carry bytes of a tensor."""
+        """Return, for each kind and tensor, the indices of the messages that carry its bytes."""
         found: dict[tuple[str | None, str], list[int]] = {}
         for i, message in enumerate(self.messages):
             for name in message.tensors:
@@ -256,7 +249,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"
 
     def _rows(self) -> list[list[str]]:
-        """Index, size, kind and tensors of each message. A plan has every byte, so it knows the sizes of tensors."""
+        """Return index, size, kind and tensors of each message. A plan has all bytes, and so all tensors' sizes."""
         sizes: dict[str, int] = {}
         for message in self.messages:
             for piece in message.slices:
@@ -276,7 +269,7 @@ def _kind(message: Message) -> str:
 
 
 def _contents(message: Message, sizes: Mapping[str, int]) -> str:
-    """The tensors of a message: the first and the last of many; [start:stop] are bytes of one sent in part."""
+    """Return the tensors of a message, only the first and the last of many. [start:stop] marks a part of a tensor."""
     names = [
         shorten(piece.tensor) + (f"[{piece.start}:{piece.stop}]" if piece.nbytes < sizes[piece.tensor] else "")
         for piece in message.slices
@@ -291,10 +284,9 @@ def _contents(message: Message, sizes: Mapping[str, int]) -> str:
 def check_plan(plan: Plan, workload: Workload) -> None:
     """Raise `PlanError` unless the plan fits the workload.
 
-    It must aggregate every byte of every tensor exactly once, distribute the
-    bytes that its messages only aggregate (reduce_scatter, push), and have an
-    `op_order` that the dependencies allow. A sharded plan must send only
-    reduce_scatters, and for each a later all_gather with the same slices.
+    The plan must aggregate every byte of every tensor exactly once. The plan must distribute the results of messages
+    that only aggregate (reduce_scatter, push). The `op_order` must respect the dependencies. A sharded plan must
+    consist of reduce_scatters, each with a later all_gather of the same slices.
     """
     check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
     if plan.op_order:
@@ -330,7 +322,7 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
 
 
 def _check_sharded(plan: Plan) -> None:
-    """Every all_gather needs a reduce_scatter of its own: where a worker's shard lies depends on the message."""
+    """Check that each all_gather has its own reduce_scatter, since a worker's shard depends on the message."""
     scattered: set[tuple[Slice, ...]] = set()
     for i, message in enumerate(plan.messages):
         if message.wire is not None:
@@ -378,7 +370,7 @@ def _check_op_order(order: tuple[int, ...], workload: Workload) -> None:
     at = {op: k for k, op in enumerate(order)}
     for i, op in enumerate(ops):
         for dep in op.deps:
-            # The results that the backward pass needs of the forward pass exist: the period starts with backward.
+            # The backward pass needs results of the previous forward pass: the iteration starts with the backward pass.
             crosses_period = ops[dep].phase == "forward" and op.phase != "forward"
             if not crosses_period and at[dep] > at[i]:
                 raise PlanError(f"op_order: op {i} runs before op {dep}, which it depends on")

@@ -1,4 +1,4 @@
-"""A program: each worker's work in a job, in order: computation, and communication with other workers."""
+"""A program: the computation and communication of each worker of a job, in order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["Action", "Communication", "Compute", "Lane", "Operation", "Program",
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
-#: Actions of all lanes, and workers of all groups, those that communications share once: a check takes seconds beyond.
+#: The most actions of all lanes, and the most workers of all distinct groups. The check of a larger program would take
+#: seconds.
 _MOST_ACTIONS, _MOST_MEMBERS = 2**22, 2**26
 _MOST_TIMES = 2**20
 
 
 class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="compute"):
-    """Computation for this many seconds."""
+    """Computation that takes `seconds`."""
 
     seconds: float
     label: str = ""
@@ -32,13 +33,16 @@ class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True,
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="start"):
-    """The start of a communication, by its number in the program. The worker goes on at once."""
+    """The start of a communication, given by its number in the program. The worker goes on at once."""
 
     communication: int
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="wait"):
-    """Wait until a communication has ended, by its number in the program. A blocking one is a start and a wait."""
+    """The end of a communication, given by its number in the program, for which the worker waits.
+
+    A blocking communication is a start and a wait.
+    """
 
     communication: int
 
@@ -47,7 +51,11 @@ Action: TypeAlias = Compute | Start | Wait
 
 
 class Times(NamedTuple):
-    """When each action of each lane ends; when all had started a communication, when it begins and ends, by number."""
+    """The times of a run of lanes.
+
+    `actions` has the end of each action of each lane. The other fields are indexed by communication: `started` is the
+    time when all lanes have started a communication, and `begins` and `ends` are its begin and end.
+    """
 
     actions: list[list[float]]
     started: list[float]
@@ -56,7 +64,7 @@ class Times(NamedTuple):
 
     @property
     def lanes(self) -> list[float]:
-        """Return when each lane ends."""
+        """Return the end of each lane."""
         return [own[-1] if own else 0.0 for own in self.actions]
 
 
@@ -66,11 +74,14 @@ def clock(
     seconds: Sequence[float],
     after: Mapping[int, int] | None = None,
 ) -> Times:
-    """Run lanes whose communication n takes `seconds[n]`, after the one that was started before it on its line, and
-    after communication `after[n]`, if it is there.
+    """Run lanes and return their times.
 
-    A lane runs until it waits for what others have not started, and the last one of these wakes it, so there is no
-    queue to search. Lanes that wait for each other in a circle have fewer times than actions.
+    Communication n takes `seconds[n]`. Communication n begins after the previous communication on its line, and after
+    communication `after[n]`, if any.
+
+    A lane runs until it waits for a communication that other lanes have not started; the last lane to start it wakes
+    the waiting lane, so there is no queue to search. If lanes wait for each other in a circle, they have fewer times
+    than actions.
     """
     missing = Counter(action.communication for lane in lanes for action in lane if type(action) is Start)
     actions: list[list[float]] = [[] for _ in lanes]
@@ -84,7 +95,7 @@ def clock(
         mine, own = lanes[lane], actions[lane]
         now = own[-1] if own else 0.0
         for position in range(len(own), len(mine)):
-            action = mine[position]  # `isinstance` takes long where the answer is no
+            action = mine[position]  # `isinstance` is slow if the answer is no
             if type(action) is Compute:
                 now += action.seconds
             elif type(action) is Start:
@@ -107,14 +118,14 @@ def clock(
 
 
 class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same communication in one or several groups of workers, each of them in the order of its ring.
+    """A communication in one or several groups of workers. Each group lists its workers in the order of its ring.
 
-    `nbytes` counts the result of an all-gather, each worker's input of a reduce-scatter or all-reduce, what one worker
-    holds before an all-to-all (its own part included), and what a broadcast or a send carries. `kind` is what it is
-    for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the first to
-    the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took where it
-    was traced, when all had started it. `after` is another communication, by its number, without whose end it does not
-    begin.
+    `nbytes` is the size of an all-gather's result, of each worker's input to a reduce-scatter, all-reduce or all-to-all
+    (its own part included), or of a broadcast or send. `kind` is the purpose of the communication, such as `tensor` or
+    `data`. A broadcast comes from the first worker of a group; a send goes from the first worker to the second. `times`
+    is the number of equal communications that run one after another and count as one. `traced_s` is the traced
+    duration, from the moment when all workers had started the communication. `after` is the number of another
+    communication that must end before this communication begins.
     """
 
     kind: str
@@ -142,25 +153,26 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workers that do the same, and their actions in order."""
+    """A group of workers that do the same, with their actions in order."""
 
     workers: tuple[int, ...]
     actions: tuple[Action, ...]
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.program/1"):
-    """The work of a job's workers on any network: made of a `Job`, or of the traces of its ranks.
+    """The work of a job's workers on any network, derived from a `Job` or from the traces of its ranks.
 
-    Workers that do the same share a lane. The lanes have each of the workers 0, 1, ... once.
+    Workers that do the same share a lane. Each worker 0, 1, ... is in exactly one lane.
 
-    All groups of a communication are alike: the workers at one place in their rings are in one lane. Every member
-    starts it once, but of a send only the sender; it begins when all of these have started it. Sends with the same
-    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes. A
-    communication that runs `after` another one is started after it, by the same lanes.
+    In all groups of a communication, workers at the same place in their rings are in the same lane. Every member of a
+    group starts a communication once, except that only the sender starts a send. A communication begins when all
+    workers that start it have done so. Sends with the same groups run in the order of their starts. Other
+    communications with the same groups also run in the order of their starts, which is the same on all lanes. If a
+    communication runs `after` another, the same lanes start both, in this order.
 
-    `traced_s` is the step as traced, from the first worker's begin to the last one's end; None if it was not traced.
+    `traced_s` is the traced time of the step, from the first worker's begin to the last worker's end, or None.
 
-    Raises `InputError` on what contradicts this, and if lanes wait for each other in a circle; and `TooLargeError`
+    Raises `InputError` if one of these rules is broken or lanes wait for each other in a circle, and `TooLargeError`
     beyond four million actions.
     """
 
@@ -189,12 +201,12 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return sum(len(lane.workers) for lane in self.lanes)
 
     def describe(self, number: int) -> str:
-        """A communication in words, for messages."""
+        """Return a communication in words, for error messages."""
         one = self.communications[number]
         return f"communication {number} ({one.kind} {one.operation})"
 
     def orders(self) -> list[int]:
-        """A number for each communication, the same for those that run in the order of their starts."""
+        """Return a number for each communication, equal for communications that run in the order of their starts."""
         known: dict[tuple[int, bool], int] = {}  # many communications have the same groups
         numbers: dict[tuple[object, bool], int] = {}
         result = []
@@ -206,11 +218,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return result
 
     def afters(self) -> dict[int, int]:
-        """The communication after which another one runs, by its number."""
+        """Return, for each communication that runs after another, the number of the earlier one."""
         return {number: one.after for number, one in enumerate(self.communications) if one.after is not None}
 
     def _starters(self, order_of: Sequence[int]) -> list[set[int]]:
-        """The lanes that have to start each communication."""
+        """Return the lanes that have to start each communication."""
         lane_of = {worker: k for k, lane in enumerate(self.lanes) for worker in lane.workers}
         known: dict[int, set[int]] = {}
         for number, order in enumerate(order_of):
@@ -234,7 +246,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
-        """Each communication is started once by all of its lanes, in one order where groups are the same."""
+        """Check that lanes start all their communications once, and start a group's communications in one order."""
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()
@@ -264,7 +276,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     raise InputError(f"{self.describe(number)}: started in another order on another lane of its groups")
 
     def _numbers(self, lane: Lane) -> Iterator[int]:
-        """The communications that a lane starts, in order; those that it waits for are checked, too."""
+        """Yield the communications that a lane starts, in order, and check the numbers in its starts and waits."""
         for action in lane.actions:
             if isinstance(action, Compute):
                 continue

@@ -1,6 +1,6 @@
-"""Quantities from text: `10Gbit`, `30us`, `25MiB`, as seconds, bytes and bits per second.
+"""Parsers of quantities: `10Gbit`, `30us`, `25MiB` become bits per second, seconds and bytes.
 
-The rest of legato computes in these; `units.py` shows them as text.
+The rest of legato computes in these units; `units.py` formats them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SPEED = {"g": 1e9, "t": 1e12, "p": 1e15}
 _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for suffix in ("flops", "flop/s")}
-#: Values beyond these limits are typing errors, and could overflow in later arithmetic.
+#: Values above these limits are typing errors, or could overflow in later arithmetic.
 _LONGEST_S = 1e9
 _SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
-#: `30us` is the float that is written 30e-6. What is too large is infinite.
+#: The context makes `30us` the same float as 30e-6, and makes numbers that are too large infinite.
 _EXACT = Context(prec=60, traps=[])
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
@@ -43,7 +43,7 @@ def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: st
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return bits per second for `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten). Raises `InputError`."""
+    """Parse a bandwidth into bits per second: `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten). Raises `InputError`."""
     value = float(_parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit"))
     if value <= 0:
         raise InputError(f"{text!r} is not a bandwidth above zero")
@@ -53,7 +53,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds for `30us`, `500ns`, `1.5ms`, `2s`, or `0` without a unit. Raises `InputError`."""
+    """Parse a time into seconds: `30us`, `500ns`, `1.5ms`, `2s`, or `0` without a unit. Raises `InputError`."""
     if text.strip() == "0":
         return 0.0
     value = float(_parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s"))
@@ -63,7 +63,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return bytes for `25MiB` (powers of two), `4kB` (powers of ten), `4096`. Raises `InputError`."""
+    """Parse a size into bytes: `25MiB` (powers of two), `4kB` (powers of ten), `4096`. Raises `InputError`."""
     value = _parse(text, _SIZE, "b", "a size like 25MiB, 4kB or 4096")
     if value != int(value):
         raise InputError(f"{text!r} is not a whole number of bytes")
@@ -71,7 +71,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_flops(text: str) -> float:
-    """Return floating-point operations per second for `10T`, `312TFLOPS`, `900G`. Raises `InputError`."""
+    """Parse a rate into floating-point operations per second: `10T`, `312TFLOPS`, `900G`. Raises `InputError`."""
     value = float(_parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)"))
     if value <= 0:
         raise InputError(f"{text!r} is not a speed above zero")

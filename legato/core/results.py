@@ -1,4 +1,4 @@
-"""Several answers to one question, each a row: they show themselves in notebooks and become a table of numbers."""
+"""Lists of results that show themselves in notebooks and become tables of numbers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _SHARES = ("gap", "overlap", "utilization", "rounded")
 
 
 class Results(list[Row]):
-    """A list of results; `pandas.DataFrame(results.rows)` is a data frame of them."""
+    """A list of results, one per row; `pandas.DataFrame(results.rows)` makes a data frame."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The results as flat dictionaries, as `--json` prints them."""
+        """Return the results as flat dictionaries, as `--json` prints them."""
         return [one.columns for one in self]
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """The heads and the texts of the columns that tell the results apart."""
+        """Return the heads and the texts of the columns in which results differ."""
         rows = self.rows
         every = list(dict.fromkeys(name for row in rows for name in row))
         heads = [name for name in every if len({str(row.get(name)) for row in rows}) > 1 or name in every[:1]]
         return heads, [[_text(name, row.get(name)) for name in heads] for row in rows]
 
     def __str__(self) -> str:
-        """A line for each result."""
+        """Return a line for each result."""
         heads, texts = self._table()
         return "\n".join(table(heads, texts, right=0)) if texts else "no results"
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: the time of each, and a table of the columns that tell them apart."""
+        """Return a picture for notebooks: each result's time, and a table of the columns in which results differ."""
         rows, (heads, texts) = self.rows, self._table()
         if not rows:
             return "<p>no results</p>"
@@ -59,7 +59,7 @@ class Results(list[Row]):
 
 
 def _text(name: str, value: Any) -> str:
-    """A value by the unit that the name of its column says."""
+    """Return a value as text, in the unit that the name of its column implies."""
     if value is None:
         return ""
     if name in _WRITE:

@@ -1,4 +1,4 @@
-"""Names, numbers and tables as text. Names come from files and models, so they may be long and hold any character."""
+"""Names, numbers and tables as text. Names from files and models can be long and contain any character."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ __all__ = ["count", "html_table", "one_line", "percent", "shorten", "table", "wi
 
 
 def one_line(text: str) -> str:
-    """The text with control characters, line ends among them, as escapes."""
+    """Return the text with control characters, including line ends, as escapes."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def shorten(name: str, most: int = 40) -> str:
-    """Return the name on one line, without its middle if it has more than `most` characters: the end tells most."""
+    """Return the name on one line. If a name has more than `most` characters, its middle is left out."""
     name = one_line(name)
     return name if len(name) <= most else f"{name[: most // 3]}...{name[len(name) - (most - most // 3 - 3) :]}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 tensor`, `2,000 tensors`."""
+    """Return a number with its noun: `1 tensor`, `2,000 tensors`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def with_article(noun: str) -> str:
-    """`a dict`, `an int`."""
+    """Return a noun with its article: `a dict`, `an int`."""
     return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """`3.1%` for 0.031, `+3.1%` if `signed`; without decimals from 100% on.
+    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`, no decimals from 100% on.
 
-    What rounds to zero has no sign: `0.0%`.
+    A share that rounds to zero has no sign: `0.0%`.
     """
     text = f"{abs(share):.{decimals}%}"
     if abs(share) >= 0.9 and float(text[:-1]) >= 100:
@@ -43,7 +43,7 @@ def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[str]:
-    """Lines of columns as wide as their widest cell; the first `right` columns are aligned to the right."""
+    """Return the lines of a table. Columns fit their widest cell, and the first `right` columns are right-aligned."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         "  ".join(
@@ -55,7 +55,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) ->
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    """The same table as an HTML element for notebooks, which colour it."""
+    """Return a table as an HTML element for notebooks, which set its colours."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         style = [f"padding: 2px 8px; text-align: {'right' if k < right else 'left'}" for k in range(len(cells))]

@@ -16,14 +16,14 @@ from legato.core.units import Int64, format_bytes, format_seconds
 
 __all__ = ["Bar", "Span", "SpanKind", "Timeline", "coalesce", "draw", "stack"]
 
-#: Seconds; larger values could overflow in later arithmetic.
+#: In seconds. Larger values could overflow in later arithmetic.
 _LATEST_S = 1e18
 
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """An op or a message in one of a worker's lanes, from `start_s` to `end_s` (seconds).
+    """The span of an op or a message in a worker's lane, from `start_s` to `end_s` (seconds).
 
     `nbytes` is the size of a message, or None if it is unknown.
     """
@@ -49,13 +49,13 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """One iteration of training, predicted by a simulation or measured.
 
     The metrics are from TicTac and Caramel, for the first worker: communication time N, computation time C, iteration
-    time T (seconds). Overlap leaves out when neither runs, which TicTac's coefficient takes off. Time in which several
-    messages are in flight counts once; so does time in which several ops run. `members` has (worker, number of workers
-    with its times, itself included) for those that stand for others. `job` and `network` say in words what was trained
-    where, if that is known, and `baseline` is the timeline of the plan with which this one is compared: usually DDP's,
-    on the same network. A timeline with the name of its job is one of several jobs on one network, all drawn from the
-    same moment on. With `whole`, workers differ in what they do, as the stages of a pipeline do, and reports draw all
-    of them.
+    time T (seconds). Unlike TicTac's coefficient, `overlap` does not count time in which neither communication nor
+    computation runs. Time in which several messages are in flight counts once, and so does time in which several ops
+    run. If several workers have equal times, the timeline has only one of these workers, and `members` has (worker,
+    number of workers with its times, including itself). `job` and `network` describe, if known, the job and the network
+    in words. `baseline` is the timeline of the plan with which this plan is compared, usually DDP's on the same
+    network. If `name` equals `job`, the timeline is one of several jobs on one network, which are all drawn from the
+    same moment. With `whole`, workers do different work, like the stages of a pipeline, and reports draw all of them.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
             raise InputError(f"iteration_s: {self.iteration_s} (expected 0 to {_LATEST_S:.0e} seconds)")
 
     def __str__(self) -> str:
-        """One line: the time of the iteration, and the metrics."""
+        """Return one line: the time of the iteration, and the metrics."""
         bound = "" if self.lower_bound_s is None else f", lower bound {format_seconds(self.lower_bound_s)}"
         return (
             f"{shorten(self.name)} ({self.source_in_words}): {format_seconds(self.iteration_s)}{bound}, "
@@ -84,11 +84,11 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture for notebooks: the lanes of each worker, below the baseline's."""
+        """Return a picture for notebooks: the lanes of each worker, below the lanes of the baseline."""
         return draw([self] if self.baseline is None else [self.baseline, self])
 
     def drawn(self) -> tuple[Timeline, ...]:
-        """Return what reports draw: each worker of a `whole` job, named by its number and how many are alike."""
+        """Return the timelines to draw: one for each distinct worker of a `whole` job, or the timeline itself."""
         if not self.whole:
             return (self,)
         alike = dict(self.members)
@@ -104,7 +104,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def source_in_words(self) -> str:
-        """`predicted`, or `one measured iteration`: others took more or less time."""
+        """Return `predicted` or `one measured iteration`, since other iterations took more or less time."""
         return "one measured iteration" if self.source == "measured" else self.source
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
@@ -115,28 +115,28 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def communication_s(self) -> float:
-        """N: seconds in which the network is busy."""
+        """Return N: the seconds in which the network is busy."""
         return _length(self._covered(communication=True))
 
     @property
     def computation_s(self) -> float:
-        """C: seconds in which the worker computes."""
+        """Return C: the seconds in which the worker computes."""
         return _length(self._covered(communication=False))
 
     @property
     def exposed_comm_s(self) -> float:
-        """Seconds in which the network is busy and the worker is not."""
+        """Return the seconds in which the network is busy and the worker computes nothing."""
         busy, compute = self._covered(communication=True), self._covered(communication=False)
         return _length(merge_intervals(busy + compute)) - _length(compute)
 
     @property
     def overlap(self) -> float:
-        """The share of what could overlap that does: of the lesser of N and C, the part in which both run."""
+        """Return the overlap: the time in which network and worker are both busy, over the lesser of N and C."""
         return overlap(self._covered(communication=True), self._covered(communication=False))
 
     @property
     def utilization(self) -> float:
-        """U = C / T."""
+        """Return the utilization U = C / T."""
         return self.computation_s / self.iteration_s if self.iteration_s > 0 else 1.0
 
 
@@ -147,9 +147,10 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
 
 
 def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """The share of what could overlap that does, of disjoint intervals: 0 if nothing can.
+    """Return the time of communication during computation, over the shorter of the two; 0 if one of them is 0.
 
-    It is TicTac's coefficient alpha where one of the two always runs, and never below 0 or above 1.
+    The intervals of each list are disjoint. If communication or computation always runs, the overlap is TicTac's
+    coefficient alpha. The overlap is never below 0 or above 1.
     """
     n, c = _length(communication), _length(computation)
     either = _length(merge_intervals([*communication, *computation]))
@@ -173,11 +174,10 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """(row, span) in order of start; no two spans of a row overlap, and the number of rows is minimal.
+    """Return (row, span) in order of start, with no overlap within a row and as few rows as possible.
 
-    Each span takes the lowest free row (first fit in order of start, which for
-    intervals needs no more rows than spans overlap at once). Times that round to
-    the same nanosecond count as equal.
+    Each span gets the lowest free row. In order of start, this first fit needs only as many rows as spans overlap at
+    once. Times that round to the same nanosecond count as equal.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -193,7 +193,7 @@ def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 class Bar(msgspec.Struct):
-    """One bar for `count` spans of a row; times in seconds."""
+    """A bar for `count` spans of a row, with times in seconds."""
 
     start_s: float
     end_s: float
@@ -204,14 +204,14 @@ class Bar(msgspec.Struct):
 
 
 def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
-    """The bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share one.
+    """Return the bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share a bar.
 
-    Spans keep their places: they are joined only where less than `finest_s`
-    separates them. Spans of different kinds are joined until the bar is
-    `finest_s` long; the kind that takes most of its time determines its colour.
+    Spans keep their places: they are joined only if the gap between them is less than `finest_s`. Spans of different
+    kinds are joined while the bar is shorter than `finest_s`; the kind with the most time in a bar determines its
+    colour.
     """
     bars: list[Bar] = []
-    busy: dict[str, float] = {}  # seconds by kind in the last bar while it can grow
+    busy: dict[str, float] = {}  # seconds by kind in the last bar, while spans can still join it
     for span in spans:
         seconds = span.end_s - span.start_s
         last = bars[-1] if busy and seconds < finest_s else None
@@ -230,22 +230,23 @@ def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     return bars
 
 
-#: Of the pictures in notebooks, which must be legible on light and on dark paper.
+#: Colours of pictures in notebooks, which must be legible on light and on dark paper.
 _COLOURS: dict[str, str] = {"backward": "#e08a1e", "forward": "#2f6db5", "optimizer": "#9a4f96", "message": "#1b8a77"}
-_LEFT, _WIDTH, _LANE = 150, 800, 24  # pixels: of the lanes' names, of the time axis, of a lane
+# in pixels: the width of the lanes' names, the width of the time axis, the height of a lane
+_LEFT, _WIDTH, _LANE = 150, 800, 24
 _MOST_LANES, _MOST_ROWS = 16, 10
-_FINE_ROWS = 20  # more rows than that have bars longer than a pixel, so that a picture has 16,000 bars at most
+_FINE_ROWS = 20  # with more rows, bars are at least longer than a pixel, which limits a picture to 16,000 bars
 
 
 def draw(timelines: Sequence[Timeline], title: str = "") -> str:
-    """The timelines as one SVG element, below each other on one time axis, without scripts or external files.
+    """Return the timelines below each other on one time axis, as one SVG element without scripts or external files.
 
-    `title` stands above each of them instead of its name. Of a timeline of many lanes the first are drawn, and a line
-    says how many are not.
+    If a `title` is given, it replaces the name above each timeline. If a timeline has many lanes, only the first are
+    drawn, and a line says how many are left out.
     """
     first = min([0.0, *(span.start_s for timeline in timelines for span in timeline.spans)])
     ends = [end for t in timelines for end in (t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in t.spans))]
-    second = _WIDTH / ((max(ends) - first) or 1.0)  # its pixels
+    second = _WIDTH / ((max(ends) - first) or 1.0)  # pixels per second
     parts = []
     for k, (kind, colour) in enumerate(_COLOURS.items()):
         parts.append(f'<rect x="{_LEFT + 90 * k}" y="6" width="10" height="10" fill="{colour}"/>')
@@ -268,7 +269,7 @@ def _title(timeline: Timeline) -> str:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
-    """The name of each lane, and its spans in rows, so that those that overlap are below each other."""
+    """Return the name of each lane and its spans in rows; spans that overlap are in different rows."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
         lanes.setdefault((span.worker, span.lane), []).append(span)
@@ -282,7 +283,7 @@ def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
 
 
 def _draw_lanes(timeline: Timeline, title: str, top: float, first: float, second: float) -> tuple[list[str], float]:
-    """One timeline from `top` down, and its height in pixels; `first` is at the left end, in seconds."""
+    """Return one timeline from `top` down, and its height in pixels. `first` is the time at the left end (seconds)."""
     lanes = _lanes(timeline)
     finest_s = max(1.0, sum(len(rows) for _, rows in lanes[:_MOST_LANES]) / _FINE_ROWS) / second
     parts = [_text(_LEFT, top, title, weight="bold")]
@@ -318,7 +319,8 @@ def _bars(
         place = f'x="{_LEFT + (bar.start_s - first) * second:.1f}" y="{top:.1f}"'
         width = max((bar.end_s - bar.start_s) * second, 0.4)
         shape = f'width="{width:.1f}" height="{height:.1f}" fill="{_COLOURS[bar.kind]}"'
-        shade = f'opacity="{0.75 if k % 2 else 1}"'  # without two shades, neighbours would look like one bar
+        # neighbours have different shades, because they would otherwise look like one bar
+        shade = f'opacity="{0.75 if k % 2 else 1}"'
         yield f"<rect {place} {shape} {shade}><title>{_escape(title)}</title></rect>"
 
 

@@ -1,6 +1,6 @@
-"""Seconds, bytes and bits per second, in which legato computes, as text: `12.3 ms`, `97.5 MiB`.
+"""Formats of the quantities in which legato computes (seconds, bytes, bits per second): `12.3 ms`, `97.5 MiB`.
 
-`quantities.py` reads them from text.
+`quantities.py` parses such texts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import msgspec
 
 __all__ = ["Int64", "format_bandwidth", "format_bytes", "format_seconds"]
 
-#: A whole number that 64 bits hold: what is larger in a file is no size, count or index.
+#: A whole number of 64 bits. A larger number in a file cannot be a size, count or index.
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def format_seconds(seconds: float) -> str:
-    """Format with three significant digits and a fitting unit: `12.3 ms`. What rounding leaves, below 1 ps, is 0."""
+    """Format with three significant digits and a fitting unit: `12.3 ms`. A time below 1 ps becomes 0."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale * 0.9995:
             return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"

@@ -19,16 +19,15 @@ __all__ = ["Module", "Op", "Parameter", "Phase", "Tensor", "Workload"]
 
 Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
-#: Seconds; larger values could overflow in later arithmetic.
+#: In seconds. Larger values could overflow in later arithmetic.
 _LONGEST_S = 1e15
-_MOST_ROWS = 10  # that a notebook shows
+_MOST_ROWS = 10  # in a notebook
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One computation of an iteration; its index in `Workload.ops` is its id.
+    """One computation of an iteration. The id of an op is its index in `Workload.ops`.
 
-    `duration_s` is in seconds; `deps` are the ids of the earlier ops whose
-    results it needs.
+    `duration_s` is in seconds; `deps` are the ids of the earlier ops whose results the op needs.
     """
 
     name: str
@@ -38,18 +37,16 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def graph(self) -> str:
-        """The graph of a compiled model of which the op is a node (`graph 0/backward`); empty if there is none."""
+        """Return the graph of a compiled model that contains the op (`graph 0/backward`), or "" if there is none."""
         return self.name.rpartition("/")[0] if self.name.startswith("graph ") else ""
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One trained parameter and its gradient, which has `nbytes` bytes.
+    """A trained parameter and its gradient of `nbytes` bytes.
 
-    `ready_after` is the id of the backward op that produces the gradient.
-    `readers` are the ids of the ops that need the gradients of all workers: the
-    optimizer ops that apply it, and the forward ops of the *next* iteration
-    that read the updated parameter. A forward reader therefore also waits for
-    every optimizer op among the readers.
+    `ready_after` is the id of the backward op that produces the gradient. `readers` are the ids of the ops that need
+    the gradients of all workers: the optimizer ops that apply it, and the forward ops of the *next* iteration that read
+    the updated parameter. A forward op among the readers therefore also waits for every optimizer op among them.
     """
 
     name: str
@@ -61,7 +58,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A parameter of a module: `nbytes` bytes in elements of `itemsize`, and `rows`, the size of its first dimension.
 
-    Fully sharded training divides it by rows. `trained` says whether it gets a gradient.
+    Fully sharded training divides a parameter by rows. `trained` says whether the parameter gets a gradient.
     """
 
     name: str
@@ -74,11 +71,11 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
 
-    `parameters` are its own, and the ones of modules inside it that are not called; `tied` are the paths of other
-    modules that hold one of them, too, and the first one to be called lists it. `calls` counts its calls in a step, and
-    `named` is its place in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not
-    read in the backward pass. A module does not reach the loss if no gradient comes back to its output, though it has
-    trained parameters or a trained module before it.
+    `parameters` are the module's own parameters, and the parameters of inner modules that are never called. A parameter
+    that several modules share is listed by the first module that is called; `tied` are the paths of the other modules.
+    `calls` is the number of calls of the module in a step, and `named` is its place in `named_modules()`. An embedding
+    needs no gradient of its input, and the backward pass does not read its parameters. A module does not reach the loss
+    if no gradient comes back to its output, although the module or one before it has trained parameters.
     """
 
     path: str
@@ -97,23 +94,22 @@ class Workload(
     forbid_unknown_fields=True,
     tag_field="format",
     tag="legato.workload/1",
-    dict=True,  # what is computed from a workload is kept with it (`iteration_order`, `identity`, `Period`)
+    dict=True,  # values computed from a workload are cached in it (`iteration_order`, `identity`, `Period`)
 ):
-    """One training iteration on one worker.
+    """One training iteration on one worker: its ops and its tensors.
 
     Ops are in the order in which a training step executes them: forward,
     backward, optimizer. Tensors are in the order in which their gradients become
     ready, if the source knows it.
 
-    `modules` are those that hold parameters, or contain some that do, in the order of their first calls; empty if
-    the source does not know them. `itemsize` is the number of bytes of an element of the gradients.
+    `modules` are the modules that have parameters, themselves or in inner modules, in the order of their first calls.
+    If the source does not know the modules, `modules` is empty. `itemsize` is the number of bytes of an element of the
+    gradients.
 
-    `untraced_s` is the time of an iteration measured without tracing (seconds;
-    None if it was not measured), and `time_scale` the factor by which the
-    measured op times were multiplied to add up to it (1 if they were not).
+    `untraced_s` is the time of an iteration without tracing, in seconds (None if it was not measured). `time_scale` is
+    the factor by which the measured op times were multiplied so that their sum is `untraced_s` (1 if they were not).
 
-    Raises `InputError` if an op or tensor refers to an op that it must not
-    refer to, or if a number is out of range.
+    Raises `InputError` if an op or tensor refers to a wrong op, or if a number is out of range.
     """
 
     name: str
@@ -190,7 +186,7 @@ class Workload(
                     )
 
     def __str__(self) -> str:
-        """One line: the model, its ops and tensors, and the time of each phase."""
+        """Return one line: the model, its ops and tensors, and the time of each phase."""
         phases: tuple[Phase, ...] = ("forward", "backward", "optimizer")
         times = [
             f"{phase} {format_seconds(math.fsum(self.ops[i].duration_s for i in ops))}"
@@ -204,7 +200,7 @@ class Workload(
         )
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: the ops of an iteration that never waits, and the largest tensors."""
+        """Return a picture for notebooks: an iteration in which no op waits, and the largest tensors."""
         order = self.iteration_order()
         ends = list(itertools.accumulate(self.ops[i].duration_s for i in order))
         ops = [
@@ -232,12 +228,12 @@ class Workload(
 
     @property
     def compute_s(self) -> float:
-        """C: the computation of one iteration on one stream, in seconds."""
+        """Return C: the seconds of computation in one iteration, on one stream."""
         return math.fsum(op.duration_s for op in self.ops)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all gradients."""
+        """Return the bytes of all gradients."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def phase_ops(self, phase: Phase) -> list[int]:
@@ -249,10 +245,9 @@ class Workload(
     def iteration_order(self) -> tuple[int, ...]:
         """Return the ids of all ops in the order in which one steady-state iteration runs them.
 
-        The period starts with the backward pass and ends with the next forward
-        pass. Each optimizer op comes just before the first forward op that reads
-        a parameter which it updates, or after the forward pass if none does.
-        It is computed once and kept.
+        An iteration starts with the backward pass and ends with the next forward pass. Each optimizer op comes just
+        before the first forward op that reads a parameter which the optimizer op updates, or at the end if there is no
+        such op. The order is computed once and cached.
         """
         kept: dict[str, Any] = self.__dict__
         if "captured_order" not in kept:
@@ -268,7 +263,7 @@ class Workload(
             use = min((r for r in tensor.readers if r < len(forward)), default=len(self.ops)) if applied else 0
             for r in applied:
                 first_use[r] = min(first_use.get(r, use), use)
-        # An optimizer op is needed as early as the optimizer ops that depend on it.
+        # An optimizer op is needed as early as the earliest optimizer op that depends on it.
         for i in reversed(updates):
             for dep in self.ops[i].deps:
                 if self.ops[dep].phase == "optimizer":

@@ -1,4 +1,4 @@
-"""How a model is wrapped by `fully_shard` (FSDP2): the groups of modules that are gathered and reduced together."""
+"""The wrapping of a model for `fully_shard` (FSDP2): the groups of modules that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from legato.core.units import Int64
 
 __all__ = ["Group", "Sync", "Wrapping"]
 
-#: When gradients are reduced under accumulation: in every micro-batch; reduce-scattered in every one, and all-reduced
-#: among replicas in the last; only in the last; or in every one, with the parameters gathered once a step.
+#: When gradients of accumulated micro-batches are reduced. `each`: gradients are reduced in every micro-batch.
+#: `all-reduce-last`: gradients are reduce-scattered in every micro-batch, and all-reduced among replicas in the last.
+#: `last`: gradients are reduced only in the last micro-batch. `gathered-once`: gradients are reduced in every
+#: micro-batch, but parameters are gathered once a step.
 Sync = Literal["each", "all-reduce-last", "last", "gathered-once"]
 
-#: The most groups that `set_modules_to_forward_prefetch` may name; more would gather the model at once.
+#: The most groups that `set_modules_to_forward_prefetch` may name. With more, the model would be gathered all at once.
 _MOST_PREFETCHED = 64
-#: Groups in a picture.
+#: The most groups in a picture.
 _MOST_ROWS = 20
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One call of `fully_shard`: modules that share an all-gather of parameters and a reduce-scatter of gradients.
+    """A call of `fully_shard`: modules that share an all-gather of parameters and a reduce-scatter of gradients.
 
-    `modules` are their paths in the model, in the order in which they run. `reshard` is `reshard_after_forward`:
-    True frees the parameters after the forward pass, False keeps them until they have been used in the backward
-    pass, and a number n keeps 1/n of them on each of n ranks. Without `in_backward` they are not gathered for the
-    backward pass, which does not read them (`set_unshard_in_backward`).
+    `modules` are the paths of the modules in the model, in the order in which they run. `reshard` is
+    `reshard_after_forward`. True frees the parameters after the forward pass. False keeps the parameters until the
+    backward pass has used them. A number n keeps 1/n of the parameters on each of n ranks. If `in_backward` is False,
+    the backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
     """
 
     modules: tuple[str, ...]
@@ -50,13 +52,13 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.wrapping/1"):
     """A plan for fully sharded training: groups of modules in the order in which the forward pass runs them.
 
-    Parameters of modules that are in no group belong to the root, which is gathered first and kept. With
-    `forward_prefetch` and `backward_prefetch`, each group names this number of next groups
+    Parameters of modules that are in no group belong to the root group, which is gathered first and kept.
+    `forward_prefetch` and `backward_prefetch` are the numbers of next groups that each group prefetches
     (`set_modules_to_forward_prefetch`); with 0, FSDP2's own rule holds. `buffers` is
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
-    `replicas` times (HSDP). `micro_batches` are accumulated in one step, as `sync` says. `workload_id` names the
-    workload for which it was planned. Raises `InputError` on numbers out of range, and on a module in two groups or
-    inside another one.
+    `replicas` times (HSDP). The gradients of `micro_batches` micro-batches are accumulated in one step and reduced as
+    `sync` says. `workload_id` is the identity of the workload for which the wrapping was planned. Raises `InputError`
+    on numbers out of range, and on a module that is in two groups or inside another module of a group.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
                     raise InputError(f"groups: {module!r} is in {module[:end]!r}, too (expected one of them)")
 
     def __str__(self) -> str:
-        """One line: how many groups gather and reduce together, and how gradients are reduced."""
+        """Return one line: how many groups gather and reduce together, and how gradients are reduced."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         accumulated = f", {self.micro_batches} micro-batches reduced {self.sync}" if self.micro_batches > 1 else ""
         return (
@@ -101,7 +103,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         )
 
     def _repr_html_(self) -> str:
-        """The groups as a table for notebooks, the first if there are many, and the lines of torch."""
+        """Return the groups as a table for notebooks (only the first if there are many), and the lines of torch."""
         rows = [
             [str(k), str(len(group.modules)), str(reshard), shorten(", ".join(group.modules), 90)]
             for k, (group, reshard) in enumerate(zip(self.groups, self.reshards(), strict=True))
@@ -111,14 +113,14 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
-        """`reshard_after_forward` of each group: what is gathered once a step is kept."""
+        """Return `reshard_after_forward` of each group: False for all if parameters are gathered once a step."""
         return [group.reshard if self.sync != "gathered-once" else False for group in self.groups]
 
     def as_code(self, model_name: str = "model") -> str:
-        """The lines of torch that wrap a model so; `legato.fully_shard` does the same.
+        """Return the lines of torch that wrap a model as `legato.fully_shard` does.
 
-        They end with a training loop, as a comment, if gradients of several micro-batches are accumulated otherwise
-        than by default.
+        If several micro-batches are accumulated in another way than by default, the lines end with a comment that shows
+        the training loop.
         """
         return "\n".join([*self._imports(), "", *self._groups(), *self._calls(model_name), *self._loop(model_name), ""])
 
@@ -173,7 +175,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         ]
 
 
-#: What FSDP2 is to do in the last micro-batch only.
+#: Calls that FSDP2 needs in the last micro-batch only.
 _LAST_ONLY: dict[Sync, str] = {
     "all-reduce-last": "set_requires_all_reduce",
     "last": "set_requires_gradient_sync",
@@ -181,7 +183,7 @@ _LAST_ONLY: dict[Sync, str] = {
 }
 
 
-#: A path split at its last number, which may be counted up: prefix, number, suffix.
+#: A path split at its last number, which may be replaced by a counter: prefix, number, suffix.
 _NUMBERED = re.compile(r"([\w./-]*?(?<![0-9]))(0|[1-9][0-9]*)((?:[^\W\d]|[./-])*)")
 
 
@@ -192,13 +194,13 @@ def _parts(path: str) -> tuple[str, int, str]:
 
 
 def _shape(paths: Sequence[str]) -> list[tuple[str, int, str]]:
-    """Return the paths with numbers relative to the first: equal for groups that differ by a number only."""
+    """Return the paths with numbers relative to the first path. Groups that differ only by a number are then equal."""
     parts = [_parts(path) for path in paths]
     return [(before, number - parts[0][1], behind) for before, number, behind in parts]
 
 
 def _lines(groups: Sequence[Sequence[str]], reshard: str) -> list[str]:
-    """Groups of one shape as elements of a list: one by one, or as a loop over `k` if there are three or more."""
+    """Return code for groups of one shape: one by one, or, from three groups on, as a loop over `k`."""
     starts = [_parts(paths[0])[1] for paths in groups]
     step = starts[1] - starts[0] if len(starts) > 1 else 0
     counted = all(_parts(path)[1] >= 0 for path in groups[0])
@@ -214,14 +216,14 @@ def _range(start: int | str, stop: int | str, step: int = 1) -> str:
 
 
 def _list(paths: Sequence[str], base: int | None = None) -> str:
-    """Paths as a list; with a base, their numbers are counted from `k` where they are counted from the base."""
+    """Return code for a list of paths. With a base, numbers are written as `k` plus their distance from it."""
 
     def number(n: int) -> str:
         return str(n) if base is None else "k" if n == base else f"k {'-' if n < base else '+'} {abs(n - base)}"
 
     items = []
     runs = groupby(enumerate(map(_parts, paths)), lambda item: (item[1][0], item[1][1] - item[0], item[1][2]))
-    for _, run in runs:  # neighbours whose numbers follow each other
+    for _, run in runs:  # neighbours with consecutive numbers
         parts = [part for _, part in run]
         before, first, behind = parts[0]
         if len(parts) >= 3 and first >= 0:

@@ -1,1 +1,1 @@
-"""Fully sharded training (FSDP2): its rules as a model, a planner of its groups, and a bound."""
+"""Fully sharded training (FSDP2): a model of its rules, a planner for its groups, and a lower bound."""

@@ -1,10 +1,10 @@
-"""How fast fully sharded training can be at best: a time that no wrapping beats within a limit on memory.
+"""The lower bound of fully sharded training: a time that no wrapping within a limit on memory can beat.
 
-It holds for contiguous groups of all units that groups can hold, whatever becomes of each after its forward pass,
-however far ahead they are gathered, and however many reductions may wait. Memory limits what is gathered ahead, what
-waits to be reduced, and how large groups are; the rest crosses the network between two computations. So a step takes
-at least as long as the longest path through its computations, on which the network may lie between any two of them.
-docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
+The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
+any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
+to be reduced, and the size of groups. All bytes beyond the limits of memory cross the network between two computations.
+Therefore a step takes at least as long as the longest path through its computations and the transfers between any two
+of them. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["WrappingBound", "lower_bound"]
 
 Array = npt.NDArray[Any]
 
-#: More than the relative error of all sums.
+#: A relative tolerance above the rounding error of all sums.
 _ROUNDING = 1e-9
-#: The first group may end anywhere: the units are divided into this number of ranges, and the best range gives the
-#: bound.
+#: The number of ranges into which units are divided. The first group may end in any range, so the bound is the least
+#: over all ranges.
 _RANGES = 16
 
 
 class WrappingBound(NamedTuple):
-    """A step takes at least `seconds`: of computation, and of waiting for the network, by where the waiting is.
+    """The lower bound of a step, in seconds: its computation, and its waits for the network, by where they occur.
 
     The time is infinite if no wrapping fits into the memory.
     """
@@ -62,10 +62,10 @@ class WrappingBound(NamedTuple):
 def lower_bound(
     units: Sequence[Unit], costs: Costs, memory_nbytes: float | None = None, *, node: int | None = None
 ) -> WrappingBound:
-    """The bound on a step of one micro-batch without replicas, if at most `memory_nbytes` are allocated at once.
+    """Return the bound of a step of one micro-batch without replicas, with at most `memory_nbytes` allocated at once.
 
-    `node` is the largest number of ranks to which groups may be resharded, None if they may not. For wrappings that
-    leave units to the root, mark these as `rooted`. Raises `InputError` if no unit is left for groups.
+    `node` is the largest number of ranks to which groups may be resharded, or None if they may not. If wrappings leave
+    units to the root, mark these units as `rooted`. Raises `InputError` if no unit is left for groups.
     """
     chain = _Chain(units, costs, math.inf if memory_nbytes is None else memory_nbytes, node)
     if not chain.held.any():
@@ -83,9 +83,9 @@ def lower_bound(
 
 
 class _Chain:
-    """The units in the order of the forward pass, by array: what must cross the network, and what memory it takes.
+    """The units in the order of the forward pass as arrays: their bytes on the network, and their memory.
 
-    Units that no group can hold have no bytes here; the root's are apart.
+    In these arrays, units that no group can hold have no bytes; the bytes of the root are separate.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, memory: float, node: int | None) -> None:
@@ -99,36 +99,40 @@ class _Chain:
         reached = np.min(place, where=trained, initial=len(units))
         active = (place >= reached) & (trained | needs_gradient)
         self.forward_s = column["forward_s"]
-        self.backward_s = np.append(np.where(active, column["backward_s"], 0.0)[::-1], 0.0)  # the last one is the end
+        # the last entry is the end of the pass
+        self.backward_s = np.append(np.where(active, column["backward_s"], 0.0)[::-1], 0.0)
         self.compute_s = float(self.forward_s.sum() + self.backward_s.sum())
 
-        # the group of such a unit is reduced before the backward pass goes on, or ends it
+        # The group of a `timely` unit is reduced before the backward pass goes on, or is the last group of the pass.
         late = np.min(place, where=held & ~needs_gradient & (place > reached), initial=len(units))
         self.timely = trained & (place < late)
-        following = np.maximum.accumulate(np.where(held, place, -1))  # the next unit of a group in the backward pass
+        # the next unit in the backward pass that has a group
+        following = np.maximum.accumulate(np.where(held, place, -1))
         self.sure = (following < 0) | self.timely[following]
         self.read = np.where(active & column["read_in_backward"], self.gathered, 0.0)
 
-        most = 4 * sizes[0].sum() + 2 * sizes[1].sum() + sizes[2].sum() + 1  # more is never allocated
+        most = 4 * sizes[0].sum() + 2 * sizes[1].sum() + sizes[2].sum() + 1  # no wrapping allocates more bytes
         self.whole = min(memory, most)
-        self.memory = self.whole - self.root[0]  # the last reductions have the root's part, too
+        self.memory = self.whole - self.root[0]  # the last reductions can use the root's part of the memory, too
         shards = np.minimum(self.scattered // costs.ranks, self.gradients)
         above = shards[::-1].cumsum()[::-1] - shards
         of_root = np.where(held, 0.0, sizes[2])[::-1].cumsum()[::-1]
-        self.room = self.memory - self.read - self.gradients - above - of_root  # during a backward computation
+        # memory left during a backward computation
+        self.room = self.memory - self.read - self.gradients - above - of_root
         heavy = bool((self.scattered + self.gradients >= self.read).all())
-        self.full = self.whole - self.scattered - self.gradients - above if heavy else self.room  # during a reduction
+        # memory left during a reduction
+        self.full = self.whole - self.scattered - self.gradients - above if heavy else self.room
         self.packed = np.minimum(self.scattered, self.read + self.gradients - shards)
         ratios = self.gradients[self.scattered > 0] / self.scattered[self.scattered > 0]
         self.largest_gather = self.memory / 2
         self.largest_reduction = self.whole / (1 + ratios.min(initial=1.0))
 
     def fits(self) -> bool:
-        """Return whether each unit alone fits into the memory."""
+        """Return whether each unit fits into the memory without the other units."""
         return bool(min(self.memory - 2 * self.gathered.max(), self.room.min(), self.full.min()) >= 0)
 
     def exposed_s(self, end: int) -> float:
-        """The seconds from the first group's gather to its reduction, if it ends at a unit, or later."""
+        """Return the least seconds from the first group's gather to its reduction, if it ends at this unit or later."""
         first = int(np.argmax(self.held))
         gathered, scattered = (float(sizes[: end + 1].sum()) for sizes in (self.gathered, self.scattered))
         reduction = self.costs.scatter.cost(scattered) if scattered else 0.0
@@ -136,7 +140,7 @@ class _Chain:
         return self.costs.gather.cost(gathered) + float(own) + reduction
 
     def bound(self, forward: Array, backward: Array, ends: tuple[int, int]) -> WrappingBound:
-        """The bound if the first group ends in a range of units."""
+        """Return the bound if the first group ends in this range of units."""
         forward, backward = forward.copy(), backward.copy()
         forward[0] = self._outer(self.costs.gather, self.gathered, self.root[0], self.largest_gather, ends)
         last = self._outer(self.costs.scatter, self.scattered, self.root[1], self.largest_reduction, ends)
@@ -147,10 +151,10 @@ class _Chain:
         return WrappingBound(forward_s + backward_s, self.compute_s, *parts)
 
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
-        """Return the seconds of collectives (with the root's) before each forward, or after each backward computation.
+        """Return the seconds of collectives before each forward computation, or after each backward computation.
 
-        Collectives carry at least all units up to this one, and from the first unit of the first group on, the whole
-        group.
+        The collectives include the root's. The collectives carry at least all units up to this computation, and from
+        the first unit of the first group on, that whole group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -158,32 +162,35 @@ class _Chain:
         return (cost.cost(root) if root else 0.0) + _seconds(cost, nbytes, np.maximum(count, _count(until, largest)))
 
     def forward(self) -> Array:
-        """Seconds of gathers between two forward computations; the first row lacks those from the beginning."""
+        """Return the seconds of gathers between two forward computations. `bound` replaces the first row."""
         until = _until(self.gathered)
         ahead = np.append(0.0, 1.25 * self.memory - self.gathered)
         nbytes = until[1:] - (until + ahead)[:, None]
         return _seconds(self.costs.gather, nbytes, _count(nbytes, self.largest_gather))
 
     def backward(self) -> Array:
-        """Seconds of the network between two backward computations; the last column, the end, lacks reductions.
+        """Return the network's seconds between two backward computations; the last column, the end, lacks reductions.
 
-        Rows and columns are in the order of the backward pass, and the first row is for the end of the forward pass.
+        Rows and columns are in the order of the backward pass. The first row stands at the end of the forward pass.
         """
         room, full, sure, timely = (values[::-1] for values in (self.room, self.full, self.sure, self.timely))
         read = _until(np.maximum(self.read - (self.part - 1), 0.0)[::-1])
         packed, scattered = _until(self.packed[::-1]), _until(np.where(timely, self.scattered[::-1], 0.0))
-        issued = self.part * np.where(timely, np.minimum(room, full), room)  # on hand in the order of the program
-        begun = np.where(sure, issued, self.part * (room + self.memory))  # and by time
+        # bytes that can be gathered ahead, in the order of the program
+        issued = self.part * np.where(timely, np.minimum(room, full), room)
+        # bytes that can be gathered ahead, in the order of time
+        begun = np.where(sure, issued, self.part * (room + self.memory))
         begun = np.append(self.part * self.memory * (1 if sure[0] else 2), begun)
         gathers = read[1:] - (read + begun)[:, None]
         gathers = np.append(gathers, gathers[:, -1:], axis=1)
         seconds = _seconds(self.costs.gather, gathers, _count(gathers, self.largest_gather))
 
-        # Reductions that do not fit into the memory, or were issued before a gather that does not fit into it earlier
+        # Reductions that do not fit into the memory, or that were issued before a gather that could not be issued
+        # earlier.
         index = np.arange(len(room))
         after = np.triu(read[1:] > (read[1:] + issued)[:, None])  # the gather for j is issued after the reduction of i
         last = np.max(np.where(after, index[:, None] + 1, 0), axis=0)
-        before = np.append(0, index)  # what was reduced before a computation ended
+        before = np.append(0, index)  # reduced before a computation ended
         waiting = packed[:-1] - room - packed[before][:, None]
         nbytes = np.maximum(waiting, scattered[last] - scattered[before][:, None])
         seconds[:, :-1] += _seconds(self.costs.scatter, nbytes, _count(nbytes, self.largest_reduction))
@@ -191,7 +198,7 @@ class _Chain:
 
 
 def _waits(network: Array, seconds: Array) -> tuple[Array, float]:
-    """Return how long each computation waits at least, and when the last one ends.
+    """Return the least wait of each computation, and the end of the last computation.
 
     `network[i, j]` are seconds between the end of computation i - 1 (the beginning, if i is 0) and the start of j.
     """
@@ -203,7 +210,7 @@ def _waits(network: Array, seconds: Array) -> tuple[Array, float]:
 
 
 def _until(sizes: Array) -> Array:
-    """The sums of the first 0, 1, 2, ... sizes."""
+    """Return the sums of the first 0, 1, 2, ... sizes."""
     return np.append(0.0, sizes.cumsum())
 
 
@@ -213,6 +220,6 @@ def _count(nbytes: Array, largest: float) -> Array:
 
 
 def _seconds(cost: LinearCost, nbytes: Array, count: Array) -> Array:
-    """Return the time of `count` collectives of `nbytes` in all; 0 where `nbytes` is not above 0."""
+    """Return the time of `count` collectives that carry `nbytes` in all, or 0 if `nbytes` is at most 0."""
     seconds = np.maximum(count * cost.floor_s, count * cost.alpha_s + cost.beta_s_per_byte * nbytes)
     return np.where(nbytes > 0, seconds, 0.0)

@@ -1,4 +1,4 @@
-"""The cost of fully sharded training's collectives on a cluster."""
+"""The costs of the collectives of fully sharded training on a cluster."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Costs", "Hosts"]
 
 
 class Hosts(msgspec.Struct, frozen=True):
-    """Which ranks share a host: `gpus` of them, with links of `bandwidth_bps` bits per second to each other.
+    """The hosts of the ranks: `gpus` ranks share a host, connected by links of `bandwidth_bps` bits per second.
 
-    `gpus_per_card` of them share a network card, which has the bandwidth of the cluster.
+    On each host, groups of `gpus_per_card` ranks share a network card, which has the bandwidth of the cluster.
     """
 
     gpus: int = 1
@@ -30,11 +30,12 @@ class Hosts(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """The times of one rank's collectives, each as a function of the bytes of the whole group.
+    """The costs of one rank's collectives, each as a function of the bytes of the whole group.
 
-    The model is sharded over `ranks`. `gather_in_host` is an all-gather among the ranks of one host, of parameters
-    that were resharded to it; `all_reduce` adds up shards of gradients among replicas, and is None without them.
-    `copy_s_per_byte` is for copies into and out of buffers, and `host_s` what the host needs for one group in a step.
+    The model is sharded over `ranks`. `gather_in_host` is an all-gather among the ranks of one host, of parameters that
+    were resharded to that host. `all_reduce` adds up shards of gradients among replicas, and is None without replicas.
+    `copy_s_per_byte` is the time to copy a byte into or out of a buffer, and `host_s` the CPU time for one group in a
+    step.
     """
 
     ranks: int
@@ -47,13 +48,13 @@ class Costs(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, cluster: Cluster, hosts: Hosts, *, replicas: int = 1, host_s: float = 0.0) -> Costs:
-        """Return the costs on a cluster with `replicas` times the workers that a model is sharded over.
+        """Return the costs on a cluster whose workers hold `replicas` sharded copies of a model.
 
-        A gather, or a reduce-scatter, takes half the time of the cluster's default collective to all-reduce the same
-        bytes; among other numbers of ranks, it has the latencies and the bytes of a ring of these. Where the cluster is
-        derived from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that
-        share a host use the links inside. Raises `InputError` if the replicas, or the GPUs of a host, do not divide the
-        workers, or if nothing is left to be sharded.
+        A gather or a reduce-scatter takes half as long as the cluster's default collective takes to all-reduce the same
+        bytes. If the number of ranks differs, the cost of a gather is scaled as for rings. If the cluster is derived
+        from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that share a
+        host use the links inside the host. Raises `InputError` if the replicas, or the GPUs of a host, do not divide
+        the workers, or if nothing is left to be sharded.
         """
         if cluster.default_collective == PARAMETER_SERVER:
             raise InputError(f"collective: {PARAMETER_SERVER} (expected one of workers: FSDP2 has no servers)")
@@ -64,7 +65,7 @@ class Costs(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_machine(cls, machine: Machine, workers: int, *, replicas: int = 1, host_s: float = 0.0) -> Costs:
-        """The costs among workers that fill hosts of a machine, as whole jobs have them; raises as `of`."""
+        """Return the costs among workers that fill hosts of a machine. Raises the same errors as `of`."""
         gpus = machine.gpus_per_host
         ranks = _ranks(workers, replicas, min(gpus, workers))
         gather = _on_machine(machine, WorkerGroup(ranks, -(-ranks // gpus), min(ranks, gpus)))
@@ -75,7 +76,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 def _ranks(workers: int, replicas: int, gpus: int) -> int:
-    """The ranks over which a model is sharded."""
+    """Return the number of ranks over which a model is sharded."""
     for name, number in (("replicas", replicas), ("gpus per host", gpus)):
         if number < 1 or workers % number:
             raise InputError(f"{name}: {number} (expected a divisor of the {workers} workers)")
@@ -85,13 +86,13 @@ def _ranks(workers: int, replicas: int, gpus: int) -> int:
 
 
 def _on_machine(machine: Machine, group: WorkerGroup) -> LinearCost:
-    """A gather among these ranks."""
+    """Return the cost of a gather among these ranks."""
     ring = machine.ring(group)
     return LinearCost(ring.alpha_s, RING.half(group.size, 0.0, ring.beta_s_per_byte)[1])
 
 
 class _Network:
-    """The costs of rings of ranks."""
+    """The costs of rings of ranks on a cluster."""
 
     def __init__(self, cluster: Cluster, hosts: Hosts) -> None:
         self.cluster, self.hosts = cluster, hosts
@@ -99,7 +100,7 @@ class _Network:
         self.latency_s = derived if cluster.latency_s is None else cluster.latency_s
 
     def gather(self, ranks: int) -> LinearCost:
-        """An all-gather, or a reduce-scatter, among neighbouring ranks."""
+        """Return the cost of an all-gather, or of a reduce-scatter, among neighbouring ranks."""
         bps, hosts = self.cluster.bandwidth_bps, self.hosts
         if ranks <= hosts.gpus:
             return _ring(ranks, self.latency_s, hosts.bandwidth_bps)
@@ -108,7 +109,7 @@ class _Network:
         return _ring(ranks, self.latency_s, min(hosts.bandwidth_bps, bps * hosts.gpus / hosts.gpus_per_card))
 
     def all_reduce(self, replicas: int) -> LinearCost | None:
-        """Return the cost of an all-reduce of each GPU with its peers on other hosts; None for one replica."""
+        """Return the cost of an all-reduce of each GPU with its peers in other replicas, or None for one replica."""
         if replicas == 1:
             return None
         bps = self.cluster.bandwidth_bps
@@ -120,12 +121,12 @@ class _Network:
 
 
 def _ring(ranks: int, latency_s: float, bandwidth_bps: float) -> LinearCost:
-    """A gather in a ring of links."""
+    """Return the cost of a gather in a ring of links."""
     return LinearCost(*RING.half(ranks, latency_s, 8 / bandwidth_bps))
 
 
 def _scaled(all_reduce: LinearCost, workers: int, ranks: int) -> LinearCost:
-    """Half of an all-reduce among the workers, as if both were rings."""
+    """Return half the cost of an all-reduce, scaled from `workers` to `ranks` as for rings."""
     hops, share = RING.half(workers, 2.0, 2.0)
     own = RING.half(ranks, all_reduce.alpha_s / hops, all_reduce.beta_s_per_byte / share)
     return LinearCost(*own, all_reduce.floor_s / 2, off=all_reduce.off)

@@ -1,8 +1,8 @@
-"""The rules of FSDP2 for many wrappings of one model at once, which is what the planner needs.
+"""The rules of FSDP2 for many wrappings of one model at once, for the planner.
 
-It gives the same seconds and bytes as `rules.run`, for wrappings of contiguous groups with one micro-batch on a host
-that is never late, for all wrappings of one number of groups at once: every number is an array with an entry for each
-wrapping. Units: seconds and bytes.
+The results are the same seconds and bytes as those from `rules.run`, for wrappings of contiguous groups with one
+micro-batch on a host that is never late. All wrappings with the same number of groups are evaluated at once: every
+number is an array with an entry for each wrapping. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["KEEP", "NODE", "RESHARD", "Chain", "Layout", "evaluate"]
 
 Array = npt.NDArray[Any]
 
-#: What becomes of a group's parameters after its forward pass.
+#: The states of a group's parameters after its forward pass.
 RESHARD, KEEP, NODE = 0, 1, 2
 
 
 class Layout(NamedTuple):
-    """A wrapping of a chain: where its groups begin, what becomes of each, and how far ahead it gathers."""
+    """A wrapping of a chain: the starts of its groups, their states after the forward pass, and its prefetch depths."""
 
     begins: tuple[int, ...]
     states: tuple[int, ...]
@@ -38,13 +38,13 @@ class Layout(NamedTuple):
 
 
 class Chain:
-    """The units that groups can hold, in the order of the forward pass, and what the root holds and computes.
+    """The units that groups can hold, in the order of the forward pass, and the parameters and computation of the root.
 
-    The root's computation runs between them: `leading` before the first unit, and some after each unit.
+    The root computes between the units: `leading` before the first unit, and some work after each unit.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, precision: Precision, node: int | None = None) -> None:
-        """`node` is the number of ranks to which groups may be resharded, None if there is no such state."""
+        """Build a chain. `node` is the number of ranks to which groups may be resharded, or None without resharding."""
         self.units, self.costs, self.precision, self.node = units, costs, precision, node
         self.held = [u for u, unit in enumerate(units) if not unit.rooted and unit.gathered]
         self.root = [sum(sizes) for sizes in zip((0, 0, 0), *(u.sizes for u in units if u.rooted), strict=True)]
@@ -61,18 +61,18 @@ class Chain:
 
     @property
     def starts(self) -> list[int]:
-        """The units of the chain with which a group may begin: the first, and those whose input needs a gradient.
+        """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        The unit before must be one with which a group may end, because the gradient of its output comes back.
+        The unit before a new group must be able to end a group: the gradient of its output comes back.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
-        frozen = [u < self.reached for u in self.held]  # no backward pass, so they may end groups
+        frozen = [u < self.reached for u in self.held]  # without a backward pass, these units may end groups
         may = [k == 0 or (units[k].input_needs_gradient and (ends[k - 1] or frozen[k - 1])) for k in range(len(units))]
         return [k for k, begins in enumerate(may) if begins]
 
     def wrapping(self, layout: Layout, name: str) -> Wrapping:
-        """The wrapping that a layout stands for. A group that the backward pass does not read is not kept for it."""
+        """Return the wrapping of a layout. A group that the backward pass does not read is not kept for that pass."""
         states: dict[int, bool | int] = {RESHARD: True, KEEP: False, NODE: self.node or True}
         ends = [*layout.begins[1:], len(self.held)]
         groups = []
@@ -85,7 +85,7 @@ class Chain:
 
 
 def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, float, float]:
-    """The seconds of these units in both passes, and the bytes of gradients; nothing goes back beyond `reached`."""
+    """Return (seconds forward, seconds backward, bytes of gradients) of these units; backward ends at `reached`."""
     back = [unit for u, unit in enumerate(units, begin) if u >= reached and (unit.trained or unit.input_needs_gradient)]
     return (
         sum(unit.forward_s for unit in units),
@@ -95,13 +95,13 @@ def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, floa
 
 
 def _cumulated(rows: Iterable[Sequence[float]]) -> Array:
-    """Sums of the first 0, 1, 2, ... of these rows, by column."""
+    """Return the sums of the first 0, 1, 2, ... rows, by column."""
     columns = [list(accumulate(column, initial=0)) for column in zip(*rows, strict=True)]
     return np.array(columns, dtype=float)
 
 
 def evaluate(chain: Chain, layouts: Sequence[Layout]) -> tuple[Array, Array]:
-    """The seconds of a step without the optimizer, and the most bytes allocated at once, of each layout."""
+    """Return the seconds of a step without the optimizer, and the peak of allocated bytes, for each layout."""
     seconds, nbytes = np.empty(len(layouts)), np.empty(len(layouts))
     by_count: dict[int, list[int]] = {}
     for i, layout in enumerate(layouts):
@@ -112,7 +112,7 @@ def evaluate(chain: Chain, layouts: Sequence[Layout]) -> tuple[Array, Array]:
 
 
 class _Many:
-    """The clocks and the memory of one step, for layouts of the same number of groups."""
+    """The clocks and the memory of one step, for layouts with the same number of groups."""
 
     def __init__(self, chain: Chain, layouts: Sequence[Layout]) -> None:
         self.chain, self.costs = chain, chain.costs
@@ -121,8 +121,9 @@ class _Many:
         between = [
             (of[:, ends] - of[:, begins]).transpose(0, 2, 1) for of in (chain.sizes, chain.own, chain.all_behind)
         ]
-        self.gathered, self.scattered, self.gradients = between[0]  # each [group, layout]
-        self.new_gradients = between[1][2] + between[2][2] - chain.behind[2, ends.T - 1]  # the root's, too
+        self.gathered, self.scattered, self.gradients = between[0]  # each has the axes [group, layout]
+        # including the root's gradients
+        self.new_gradients = between[1][2] + between[2][2] - chain.behind[2, ends.T - 1]
         self.behind = chain.behind[:, ends.T - 1]
         self.compute_s = between[1][:2] + between[2][:2] - self.behind[:2]
         states = np.array([layout.states for layout in layouts]).T
@@ -131,7 +132,8 @@ class _Many:
         units = np.array([*chain.held, len(chain.units)])
         self.active = units[ends.T - 1] >= chain.reached
         needs = np.array([chain.units[u].input_needs_gradient for u in chain.held])
-        #: reduced when the backward pass has ended, after the root, because no hook is called at the input
+        #: `late` groups are reduced after the root, when the backward pass has ended, because no hook is called at
+        #: their input.
         self.late = self.active & ((units[begins.T] <= chain.reached) | ~needs[begins.T])
         self.depth, self.back, self.buffers = (
             np.array([getattr(layout, field) for layout in layouts]) for field in ("forward", "backward", "buffers")
@@ -145,8 +147,9 @@ class _Many:
         self.nbytes, self.peak = zeros.copy(), zeros.copy()
         self.gathered_s = np.zeros((self.count, self.many))  # when the gathers of the backward pass end
         self.issued = self.keep.copy()
-        self.reduced_s = np.zeros((self.count + 2, self.many))  # when reductions end, in their order, from 1
-        self.reduced = np.zeros((self.count + 2, self.many))  # and their bytes, cumulated
+        # when reductions end, in their order, starting at index 1
+        self.reduced_s = np.zeros((self.count + 2, self.many))
+        self.reduced = np.zeros((self.count + 2, self.many))  # the bytes of these reductions, cumulated
         self.reductions, self.returned = np.zeros(self.many, dtype=int), np.zeros(self.many, dtype=int)
 
     def step(self) -> tuple[Array, Array]:
@@ -156,7 +159,7 @@ class _Many:
 
     def _forward(self) -> None:
         root = float(self.chain.root[0])
-        copied = np.zeros((self.count + 1, self.many))  # when groups have been copied out; the root is the first
+        copied = np.zeros((self.count + 1, self.many))  # when groups have been copied out; index 0 is the root
         if root:
             self.wire += self.costs.gather.cost(root)
             self.gather_stream = self.wire.copy()
@@ -172,11 +175,11 @@ class _Many:
             copied[k + 1] = self.compute
             self.compute = self.compute + self.compute_s[0, k] + self.behind[0, k]
         self.gather_stream, self.gather_after = self.wire, copied[-1]
-        self.ended = self.compute - self.behind[0, -1]  # the last group's forward pass
+        self.ended = self.compute - self.behind[0, -1]  # when the last group's forward pass ended
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """Note the memory of the forward pass: root and kept groups stay; gathers' outputs wait to be copied."""
+        """Record the forward pass's memory: root and kept groups stay, and outputs of gathers wait to be copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied
@@ -184,7 +187,7 @@ class _Many:
             own = self.gathered[k]
             pending = until[np.minimum(k + np.maximum(self.depth, 1), self.count) if k else 1, self.every] - until[k]
             self.peak = np.maximum(self.peak, stays + held + pending + own)
-            # gathers that are issued now: the first group's hook issues several
+            # Each round issues one gather of each layout. The hook of the first group issues several gathers.
             for depth in range(0 if k == 0 else int(self.depth.min()), int(self.depth.max()) + 1):
                 issued = (self.depth >= depth) if k == 0 else (self.depth == depth)
                 target = min(k + depth, self.count - 1)
@@ -200,8 +203,8 @@ class _Many:
         self.gather_after = np.where(
             self.in_node[last] & self.active[last], np.maximum(self.gather_after, self.ended), self.gather_after
         )
-        self._gather(last, self.active[last] | (self.chain.root[0] > 0))  # which the root's hook does, too
-        waits = np.ones(self.many, dtype=bool)  # for the root's reduction
+        self._gather(last, self.active[last] | (self.chain.root[0] > 0))  # the root's hook gathers the last group, too
+        waits = np.ones(self.many, dtype=bool)  # layouts that wait for the root's reduction
         for k in reversed(range(self.count)):
             alive = self.active[k]
             self.compute = self.compute + self.behind[1, k]
@@ -226,7 +229,7 @@ class _Many:
         self._reduce_root(waits)
 
     def _lead(self) -> None:
-        """The backward pass of the root's modules before the first group."""
+        """Run the backward pass of the root's modules that precede the first group."""
         self.compute = self.compute + self.chain.leading[1]
         self._add(np.full(self.many, self.chain.leading[2]))
 
@@ -262,7 +265,7 @@ class _Many:
         self._reduce(np.where(reduces, self.scattered[k], 0.0), reduces, self.gradients[k])
 
     def _reduce_root(self, where: Array) -> None:
-        """The root's parameters are freed, and its gradients, which the backward pass has left, are reduced."""
+        """Free the root's parameters, and reduce the gradients that the backward pass left there."""
         gathered, scattered, gradients = map(float, self.chain.root)
         if gathered:
             self.nbytes = self.nbytes - np.where(where, gathered, 0.0)
@@ -271,7 +274,7 @@ class _Many:
                 self._reduce(np.where(where, scattered, 0.0), where, np.full(self.many, gradients))
 
     def _wait_for_buffers(self, where: Array) -> None:
-        """Wait until fewer reductions than the limit are in flight, and free their inputs."""
+        """Wait until fewer reductions than the limit are in flight, and free the inputs of the finished reductions."""
         returned = np.maximum(self.returned, self.reductions - self.buffers + 1)
         returned = np.where(where, returned, self.returned)
         self.compute = np.maximum(self.compute, np.where(where, self.reduced_s[returned, self.every], 0.0))

@@ -1,9 +1,9 @@
-"""Groups of modules for fully sharded training: enumerated from regular starts, and climbed without chance.
+"""The search for groups of modules for fully sharded training: deterministic hill climbing from regular starts.
 
-The order of FSDP2's collectives is fixed, so a wrapping is evaluated in one pass, and nothing has to be scheduled. What
-can be chosen is where groups begin, what becomes of each after its forward pass, how many groups are gathered ahead
-in each pass, and how many reductions may wait. Of all wrappings within a limit on memory, the fastest is sought.
-Units: seconds and bytes.
+The order of FSDP2's collectives is fixed, so a wrapping is evaluated in one pass, and nothing has to be scheduled. The
+search chooses where groups begin, whether each is resharded or kept after its forward pass, how many groups are
+gathered ahead in each pass, and how many reductions may wait. The search looks for the fastest wrapping within a limit
+on memory. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 
 __all__ = ["by_unit", "every", "fastest"]
 
-#: Smallest sizes of groups to start from, and how many starts are climbed from.
+#: The number of least group sizes that are tried as starts, and the number of starts that the search improves.
 _SIZES, _CLIMBED = 24, 2
-#: (forward, backward) depths and buffers: of starts, and of all layouts.
+#: Settings (forward depth, backward depth, buffers) of starts, and then of all layouts.
 _SETTINGS = ((0, 0, 1), (2, 2, 1), (3, 3, 1), (2, 2, 2))
 _ALL_SETTINGS = tuple(product((0, 2, 3), (0, 2, 3), (1, 2)))
-#: How many of the last groups are kept, and how many of those before them are resharded to their node, as parts.
+#: The numbers of last groups that are kept, and the fractions of the groups before them that are resharded to a node.
 _KEPT, _IN_NODE = (0, 1, 2, 3), tuple(k / 12 for k in range(13))
-#: The most groups of layouts that the climbs within one limit evaluate; a round that gains nothing ends a climb.
+#: The most groups, in all layouts together, that are evaluated for one limit. A climb also ends after a round without a
+#: gain.
 _EVALUATED = 60_000
-#: How many of the best moves are made together.
+#: The numbers of best moves that are tried together.
 _TOGETHER = (2, 4, 8, 16, 64, 1000)
-#: A relative gain below this is a rounding error.
+#: A smaller relative gain is a rounding error.
 _LEAST = 1e-9
 
-Score = tuple[bool, float, float]  # does not fit; seconds; bytes
+Score = tuple[bool, float, float]  # (False, seconds, bytes) if the layout fits, otherwise (True, bytes, seconds)
 
 
 def by_unit(chain: Chain, state: int = RESHARD) -> Layout:
-    """Each unit a group of its own, the last one kept: what is done without a plan."""
+    """Return the usual layout without a plan: each unit is a group, and the last group is kept."""
     begins = tuple(chain.starts)
     return Layout(begins, (*(state for _ in begins[1:]), KEEP))
 
 
 def every(chain: Chain, count: int, state: int = RESHARD, kept: int = 1) -> Layout:
-    """Groups of `count` units each, the last `kept` of them kept."""
+    """Return the layout of groups of `count` units each, with the last `kept` groups kept."""
     begins = tuple(chain.starts[::count])
     kept = min(kept, len(begins))
     return Layout(begins, (*[state] * (len(begins) - kept), *[KEEP] * kept))
 
 
 def fastest(chain: Chain, limits: Sequence[float]) -> list[Layout | None]:
-    """For each limit on the bytes allocated at once, the fastest layout found within it, or None if none is.
+    """Return the fastest layout found within each limit on the bytes allocated at once, or None if none was found.
 
-    What is found within a limit is a start for larger ones, so these are never slower.
+    A layout found within one limit is a start for larger limits, so a larger limit never gives a slower layout.
     """
     known = _Known(chain)
     starts = list(dict.fromkeys(_starts(chain)))
@@ -67,7 +68,7 @@ def fastest(chain: Chain, limits: Sequence[float]) -> list[Layout | None]:
 
 
 def _different(layouts: Iterable[Layout]) -> list[Layout]:
-    """The first layouts with different groups."""
+    """Return the first layouts that differ in their groups."""
     chosen: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
         chosen.setdefault(layout.begins, layout)
@@ -77,7 +78,7 @@ def _different(layouts: Iterable[Layout]) -> list[Layout]:
 
 
 class _Known:
-    """Layouts that were evaluated, with their seconds and bytes."""
+    """A cache of evaluated layouts, with their seconds and bytes."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -90,7 +91,7 @@ class _Known:
             self.found.update(zip(new, zip(seconds.tolist(), nbytes.tolist(), strict=True), strict=True))
 
     def score(self, limit: float) -> Callable[[Layout], Score]:
-        """Return a key that sorts layouts: those within the limit first, then the fastest, then the smallest."""
+        """Return a sort key for layouts: layouts within the limit first, then the fastest, then the smallest."""
 
         def of(layout: Layout) -> Score:
             seconds, nbytes = self.found[layout]
@@ -106,7 +107,7 @@ def _starts(chain: Chain) -> Iterator[Layout]:
 
 
 def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """The same groups and depths, with what is kept chosen in finer steps."""
+    """Yield layouts with the same groups and depths, but with finer choices of the groups that are kept."""
     for layout in layouts:
         yield layout
         kept = (*_KEPT, *(round(part * len(layout.begins)) for part in _IN_NODE))
@@ -115,7 +116,7 @@ def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
 
 
 def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node: Iterable[float]) -> Iterator[Layout]:
-    """The last groups kept, and a part of those before them resharded to the node, if there are nodes."""
+    """Yield layouts with the last groups kept, and a part of the groups before them resharded to the node, if any."""
     count = len(begins)
     for most in sorted({min(k, count) for k in kept}):
         for part in in_node if chain.node is not None else (0.0,):
@@ -124,7 +125,7 @@ def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node:
 
 
 def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
-    """Each unit alone, and groups of at least some size, also with the first unit alone."""
+    """Yield partitions: each unit as a group, and groups of at least some size, also with the first unit alone."""
     yield tuple(chain.starts)
     sizes = [chain.units[u].gathered for u in chain.held]
     total, least = sum(sizes), min(sizes)
@@ -141,7 +142,7 @@ def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
 
 
 def _climb(known: _Known, layout: Layout, limit: float) -> Layout:
-    """The layout that is left when no move makes it better. Moves that are far apart are made together."""
+    """Return the layout that no move improves any further. Moves in groups that are far apart are made together."""
     score, evaluated = known.score(limit), 0
     while evaluated < _EVALUATED / _CLIMBED:
         moves = [*_moves(known.chain, layout)]
@@ -164,7 +165,7 @@ def _less(one: Score, other: Score) -> bool:
 
 
 def _moves(chain: Chain, layout: Layout) -> Iterator[tuple[int, Layout]]:
-    """Layouts that differ in one thing, each with the group where they differ (-1 if in all of them)."""
+    """Yield layouts after one move, each with the group where the move is made (-1 if in all groups)."""
     starts, begins, states = chain.starts, list(layout.begins), list(layout.states)
     ends = [*begins[1:], len(chain.held)]
     sums = list(accumulate((chain.units[u].gathered for u in chain.held), initial=0))
@@ -192,13 +193,13 @@ def _layout(layout: Layout, begins: Sequence[int], states: Sequence[int]) -> Lay
 
 
 def _middle(inside: Sequence[int], sums: Sequence[int], begin: int, end: int) -> list[int]:
-    """The start that divides the bytes of a group best into halves."""
+    """Return the start that best divides the bytes of a group into halves, if there is any."""
     half = (sums[begin] + sums[end]) / 2
     return [min(inside, key=lambda unit: abs(sums[unit] - half))] if inside else []
 
 
 def _together(layout: Layout, moves: Sequence[tuple[int, Layout]]) -> Layout:
-    """The moves of groups that do not touch each other, made together; the first ones come first."""
+    """Return the layout after several moves in groups that do not touch each other. Earlier moves have priority."""
     begins, states = set(layout.begins), dict(zip(layout.begins, layout.states, strict=True))
     touched: set[int] = set()
     for where, moved in moves:

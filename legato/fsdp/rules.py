@@ -1,13 +1,13 @@
-"""The rules of FSDP2 for a wrapping: its collectives in order, the time of a step, and the memory at each moment.
+"""The rules of FSDP2 for a wrapping: its collectives in order, the time of a step, and the memory.
 
-These are the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues work.
-They write a program, which the clock of all programs runs. A piece of work starts after the piece before it in its
-stream, after the events for which its stream was told to wait, and, if it is a collective, after the one that was
-issued before it on the same communicator. Gathers and reduce-scatters share a communicator; gathers inside a host have
-their own, but the stream of all gathers.
-Memory does not depend on times: buffers come and go in the order of the program.
+The module has the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), in the order in which the host issues
+work. The rules produce a program, which `legato.core.program.clock` runs. A piece of work starts after the previous
+piece in its stream and after the events for which its stream waits. A collective also starts after the collective that
+was issued before it on the same communicator. Gathers and reduce-scatters share a communicator. Gathers inside a host
+have another communicator, but share the stream of all gathers. Memory does not depend on times: buffers are allocated
+and freed in the order of the program.
 
-docs/fully_sharded.md has the rules in words, and what they leave out. Units: seconds and bytes.
+docs/fully_sharded.md explains the rules and what they leave out. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Piece", "Step", "program_of", "resolve", "run"]
 
 
 class Piece(NamedTuple):
-    """A collective or a computation, with the index of its group among `resolve`'s groups."""
+    """A collective or a computation, with the index of its group in the list that `resolve` returns."""
 
     kind: str  # gather | copy_out | forward | backward | reduce_scatter | all_reduce
     group: int
@@ -40,14 +40,14 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of training: `seconds` without the optimizer, the most bytes allocated at once, and its pieces."""
+    """A training step: its `seconds` without the optimizer, the peak of allocated bytes, and its pieces of work."""
 
     seconds: float
     peak_nbytes: int
     pieces: list[Piece]
 
     def timeline(self, units: Sequence[Unit], wrapping: Wrapping) -> Timeline:
-        """Return one rank's timeline, drawn from the beginning of the forward pass."""
+        """Return one rank's timeline, starting with the forward pass."""
         groups = [", ".join(group.modules) for group in wrapping.groups] + ["root"]
         spans = []
         for piece in self.pieces:
@@ -61,12 +61,12 @@ class Step(NamedTuple):
         return Timeline(wrapping.name, "predicted", self.seconds, tuple(spans))
 
     def order(self) -> list[tuple[str, int]]:
-        """The gathers, copies out of them and reduce-scatters, in the order in which they are issued."""
+        """Return the gathers, the copies out of them and the reduce-scatters, in the order of their issue."""
         return [(piece.kind, piece.group) for piece in self.pieces if piece.kind not in ("forward", "backward")]
 
 
 class Resolved(NamedTuple):
-    """A group with the units that it holds, and the units around which its hooks run."""
+    """A group with its units, and the units around which its hooks run."""
 
     units: tuple[int, ...]
     first: int
@@ -79,9 +79,9 @@ class Resolved(NamedTuple):
 
 
 def resolve(units: Sequence[Unit], wrapping: Wrapping) -> list[Resolved]:
-    """The groups of a wrapping with their bytes: the root's is the last one, if modules are left for it.
+    """Return the groups of a wrapping with their bytes. The root's group is last, if modules are left for it.
 
-    Raises `InputError` on a module that is none of the units.
+    Raises `InputError` on a module that is not a unit.
     """
     place = {unit.path: k for k, unit in enumerate(units)}
     groups = []
@@ -107,7 +107,7 @@ def _resolved(
 
 
 def run(units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision) -> Step:
-    """One step of training under a wrapping, from the end of the optimizer to the end of the last reduction."""
+    """Return a step of training under a wrapping, from the end of the optimizer to the end of the last reduction."""
     return _Rules(units, wrapping, costs, precision).step()
 
 
@@ -120,9 +120,9 @@ def program_of(
     per_host: int,
     update_s: float = 0.0,
 ) -> Program:
-    """The step that `run` predicts as a program, for ranks of which `per_host` neighbours share a host.
+    """Return the step that `run` predicts as a program, with `per_host` neighbouring ranks on each host.
 
-    The optimizer takes `update_s` seconds at the end. The host's own time is left out.
+    The optimizer takes `update_s` seconds at the end. The CPU time of the host is left out.
     """
     made = _Rules(units, wrapping, msgspec.structs.replace(costs, host_s=0.0), precision)
     made.write()
@@ -132,7 +132,7 @@ def program_of(
         tuple(tuple(workers[first : first + number]) for first in range(0, len(workers), number))
         for number in (costs.ranks, per_host)
     )
-    # A program on more data-parallel workers has more members in groups of the kind data.
+    # With more data-parallel workers, only the groups of the kind `data` have more members.
     groups = {
         "wire": ("data" if wrapping.replicas == 1 else "shard", shards),
         "host": ("host", hosts),
@@ -152,10 +152,10 @@ _OPERATIONS: dict[str, Operation] = {
 
 
 class _Issued(NamedTuple):
-    """A `Piece` before the clock runs, with places of what the compute stream does.
+    """A `Piece` before the clock runs, given by its places among the actions of the compute stream.
 
-    A collective has a number, and begins at the `place` or later, when the one before it on its `line`, and the one
-    `after` which it comes, have ended. A computation is from its `place` to another one.
+    A collective has a `number`. A collective begins at its `place` or later, once the previous collective on its `line`
+    and the collective `after` have ended. A computation begins at its `place` and ends at `until`.
     """
 
     kind: str
@@ -164,7 +164,7 @@ class _Issued(NamedTuple):
     place: int
     until: int = 0
     number: int = -1
-    line: str = ""  # wire | host | replicas, or of the host's issue of a computation: issue
+    line: str = ""  # wire, host or replicas; or issue, for the host's issue of a computation
     after: int | None = None
 
 
@@ -174,15 +174,15 @@ class _Shared:
     def __init__(self) -> None:
         self.pending: int | None = None  # the number of its gather, until its copy out is issued
         self.unsharded = False
-        self.in_host = False  # each rank of a host has a part
-        self.resharded = 0  # where in the program these parts are ready
-        self.accumulated = False  # whole gradients of earlier micro-batches
+        self.in_host = False  # whether each rank of a host has a part
+        self.resharded = 0  # the place in the program at which the parts in the host are ready
+        self.accumulated = False  # whether it has whole gradients of earlier micro-batches
         self.reduction: int | None = None  # the number of its last reduction
         self.passed: list[int] = []  # its places in the order of the forward passes
 
 
 class _Rules:
-    """The program and the memory of one step, while they are written."""
+    """The program and the memory of one step, under construction."""
 
     def __init__(self, units: Sequence[Unit], wrapping: Wrapping, costs: Costs, precision: Precision) -> None:
         self.units, self.wrapping, self.costs = units, wrapping, costs
@@ -192,25 +192,28 @@ class _Rules:
         self.root = len(self.groups) - 1 if len(self.groups) > len(wrapping.groups) else -1
         self.group_of = {u: k for k, group in enumerate(self.groups) for u in group.units}
         self.state = [_Shared() for _ in self.groups]
-        # The group whose gather's output is still held, and since where in the program.
+        # The group that was copied out last, with the output of its gather still allocated, and its place in the
+        # program.
         self.last_copied: tuple[int, int] | None = None
-        # Inputs of reduce-scatters: their numbers and bytes.
+        # The reduce-scatters whose inputs are allocated: their numbers and bytes.
         self.buffers: deque[tuple[int, int]] = deque()
         self.forward_order: list[int] = []
         self.nbytes = self.peak = 0
         self.issued: list[_Issued] = []
         self.collectives: list[_Issued] = []
-        # What the compute stream does; and what the host does, if it takes time, with what it starts.
+        # The actions of the compute stream. If the host's work takes time, a second list has this work and the
+        # collectives that the host starts.
         self.actions: list[Compute | Wait] = []
         self.host: list[Compute | Start] = []
-        # Where the next collective of the wire, and the next gather, can begin at the earliest; and the last gather.
+        # The earliest places of the next collective on the wire and of the next gather, and the number of the last
+        # gather.
         self.wire_from = self.gather_from = 0
         self.last_gather: int | None = None
-        self.hook_s = costs.host_s / 4  # before and after each of both passes
+        self.hook_s = costs.host_s / 4  # the time of each of four hooks: before and after both passes
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return, by unit, the groups that begin before it, and those that end after it, the root outermost."""
+        """Return, for each unit, the groups that begin before it and those that end after it, the root outermost."""
         first: list[list[int]] = [[] for _ in self.units]
         last: list[list[int]] = [[] for _ in self.units]
         for k in sorted(range(len(self.groups)), key=lambda k: (k != self.root, k)):
@@ -231,7 +234,7 @@ class _Rules:
             )
 
     def lane(self) -> list[Action]:
-        """Return the actions of the compute stream, with the starts of collectives where they can begin."""
+        """Return the actions of the compute stream, with each collective's start at its earliest possible place."""
         starts: dict[int, list[Start]] = defaultdict(list)
         for one in self.collectives:
             starts[one.place] += [Start(one.number)] if one.line != "issue" else []
@@ -249,7 +252,7 @@ class _Rules:
             {one.number: one.after for one in self.collectives if one.after is not None},
         )
         ends = [end for action, end in zip(lane, times.actions[0], strict=True) if not isinstance(action, Start)]
-        self.moments = [0.0, *ends]  # at each place
+        self.moments = [0.0, *ends]  # the time at each place of the program
         pieces = []
         for one in self.issued:
             begin, end = self.moments[one.place], self.moments[one.until]
@@ -274,7 +277,7 @@ class _Rules:
         self._gather(k)
         self._copy_out(k, forward=True)
         if k != self.root and self.wrapping.forward_prefetch:
-            # the groups are in the order of the wrapping, which is the forward pass's
+            # the groups are in the order of the wrapping, which is the order of the forward pass
             most = len(self.wrapping.groups)
             for target in range(k + 1, min(k + 1 + self.wrapping.forward_prefetch, most)):
                 self._gather(target)
@@ -296,7 +299,7 @@ class _Rules:
     def _backward(self, *, reduce: bool, everywhere: bool, reshard: bool) -> None:
         done = set()
         trained = [u for u, unit in enumerate(self.units) if unit.trained]
-        reached = min(trained, default=len(self.units))  # no gradient is needed before it
+        reached = min(trained, default=len(self.units))  # the units before this one need no gradient
         if trained and self.root >= 0:
             self._before_backward(self.root)
         for u in reversed(range(reached, len(self.units))):
@@ -319,13 +322,13 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """Return the bytes of a unit's gradients, or 0 if they are added one by one to an earlier micro-batch's."""
-        k = self.group_of.get(u)  # no group if it has no parameters
+        """Return the bytes of a unit's new gradients: 0 if they are added, one by one, to existing gradients."""
+        k = self.group_of.get(u)  # None if the unit has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
 
     def _by_name(self) -> list[int]:
-        """All groups in the order of `named_modules()`: the root first, the others as their first modules are named."""
+        """Return the groups in the order of their first modules in `named_modules()`, the root first."""
         named = sorted(
             (k for k in range(len(self.groups)) if k != self.root),
             key=lambda k: min(self.units[u].named for u in self.groups[k].units),
@@ -369,7 +372,7 @@ class _Rules:
         self._copy(group.scattered)
         whole = group.gradients
         if state.accumulated and self.upcasts:
-            self._free(group.gradients)  # they are added to earlier micro-batches' gradients
+            self._free(group.gradients)  # they are added to the gradients of earlier micro-batches
             whole = group.scattered
         state.accumulated = False
         self._allocate(group.scattered)
@@ -379,7 +382,7 @@ class _Rules:
     def _reduce(self, k: int, everywhere: bool) -> None:
         group, state = self.groups[k], self.state[k]
         if state.reduction is None:
-            self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays
+            self._allocate(group.scattered // self.costs.ranks)  # the shard of the gradients, which stays allocated
         state.reduction = number = self._begin("reduce_scatter", "wire", k, group.scattered)
         self.buffers.append((number, group.scattered))
         if self.costs.all_reduce is not None and everywhere:
@@ -397,13 +400,13 @@ class _Rules:
         self._wait_for_buffers(0)
 
     def _wait_for_buffers(self, most: int) -> None:
-        """Wait until at most this number of reductions are in flight, and free the inputs of the others."""
+        """Wait until at most `most` reductions are in flight, and free the inputs of the finished reductions."""
         while len(self.buffers) > most:
             number, nbytes = self.buffers.popleft()
             self._wait(number)
             self._free(nbytes)
 
-    # What both passes do
+    # Work in both passes
 
     def _gather(self, k: int) -> None:
         """Issue the gather of a group, unless it is pending or not needed."""
@@ -414,7 +417,8 @@ class _Rules:
             self._gather_later(state.resharded)
         line = "host" if state.in_host else "wire"
         state.pending = self.last_gather = self._begin("gather", line, k, group.gathered, self.last_gather)
-        cast = group.gathered // self.costs.ranks if self.casts else 0  # the shard, in the gathered precision
+        # the shard, in the precision in which it is gathered
+        cast = group.gathered // self.costs.ranks if self.casts else 0
         self._allocate(cast)
         self._allocate(group.gathered)
         self._free(cast)
@@ -439,7 +443,7 @@ class _Rules:
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
-        """The next group is copied out, or the root's forward pass ends: the last output of a gather is free."""
+        """Free the last output of a gather, when the next group is copied out or the root's forward pass ends."""
         if self.last_copied is not None:
             held, place = self.last_copied
             self._gather_later(place)
@@ -458,12 +462,12 @@ class _Rules:
             self.actions.append(Compute(seconds, "copy"))
 
     def _wait(self, number: int | None) -> None:
-        """The compute stream waits for a collective, if there is one."""
+        """Let the compute stream wait for a collective, if there is one."""
         if number is not None:
             self.actions.append(Wait(number))
 
     def _gather_later(self, place: int) -> None:
-        """Gathers that are issued from now on begin at this place of the program, or later."""
+        """Let all gathers that are issued from now on begin at this place of the program, or later."""
         self.gather_from = max(self.gather_from, place)
 
     def _begin(self, kind: str, line: str, k: int, nbytes: int, after: int | None = None) -> int:

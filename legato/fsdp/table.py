@@ -1,4 +1,4 @@
-"""Time against memory: the ways to shard a model side by side, and the simplest one that is nearly the best."""
+"""A comparison of ways to shard a model by time and memory. It finds the simplest way that is nearly the fastest."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ __all__ = [
     "program_of_wrapping",
 ]
 
-#: Rows whose times differ by less than this part are taken to be equally fast; the simplest one is the answer.
+#: Rows whose times differ by less than this fraction count as equally fast. The answer is the simplest of the fastest
+#: rows.
 SAME = 0.01
-#: A relative difference of times that nobody measures.
+#: A relative difference of times that is too small to be measured.
 _ROUNDING = 1e-3
-#: More parts of blocks than these are not looked at.
+#: With more parts of blocks than this, groups of parts are not tried.
 _MOST_PARTS = 80
 _PARTS = "planned, with blocks divided"
-#: The memory of planned rows, in multiples of what is gathered and reduced when each unit is a group.
+#: The memory limits of planned rows, as multiples of the peak of buffers when each unit is a group.
 _MULTIPLES = (1.0, 1.5, 2.0)
-#: Bytes of an element of a state of the optimizer, and how many states Adam keeps.
+#: The bytes of an element of the optimizer's states, and the number of states that Adam keeps.
 _STATE, _STATES = 4, 2
-#: Each micro-batch is simulated.
+#: The most micro-batches; each of them is simulated.
 _MOST_MICRO_BATCHES = 256
 #: Regular groups: the numbers of units in each, and the numbers of last groups that are kept.
 _EVERY, _LAST_KEPT = (1, 2, 3, 4, 6, 8), (1, 2, 3)
@@ -61,15 +62,14 @@ _EVERY, _LAST_KEPT = (1, 2, 3, 4, 6, 8), (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is trained: the memory that it may take on each GPU, the hosts, and what is accumulated.
+    """The settings of fully sharded training: the memory of each GPU, the hosts, and the accumulation of gradients.
 
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
-    None is no limit. Of the `gpus_per_host`, `gpus_per_card` share a network card, and links between them have
-    `local_bandwidth_bps` bits per second. `precision` is by default the workload's, with float32 parameters and
-    reductions. `host_s` is what the host needs for one group in a step (seconds). With a `machine`
-    of whole jobs, hosts, cards, links and latencies are its own, and of the cluster only the number of workers counts.
-    Raises `InputError` on numbers out
-    of range.
+    None means no limit. Each host has `gpus_per_host` GPUs, connected by links of `local_bandwidth_bps` bits per
+    second, and `gpus_per_card` of them share a network card. By default, `precision` is the workload's, with float32
+    parameters and reductions. `host_s` is the CPU time in seconds for one group in a step. With a `machine` of whole
+    jobs, hosts, cards, links and latencies are the machine's, and the cluster gives only the number of workers. Raises
+    `InputError` on numbers out of range.
     """
 
     memory_bytes: int | None = None
@@ -90,19 +90,19 @@ class Sharding:
             raise InputError(f"host_s: {self.host_s} (expected finite seconds, at least 0)")
 
     def costs(self, cluster: Cluster, replicas: int = 1) -> Costs:
-        """The costs on the cluster or, if there is a machine, on hosts of it."""
+        """Return the costs on the cluster or, with a machine, on hosts of that machine."""
         if self.machine is not None:
             return Costs.of_machine(self.machine, cluster.workers, replicas=replicas, host_s=self.host_s)
         hosts = Hosts(self.gpus_per_host, self.local_bandwidth_bps, self.gpus_per_card)
         return Costs.of(cluster, hosts, replicas=replicas, host_s=self.host_s)
 
     def gpus(self, workers: int) -> int:
-        """The ranks that share a host."""
+        """Return the number of ranks that share a host."""
         return self.gpus_per_host if self.machine is None else min(self.machine.gpus_per_host, workers)
 
 
 class ShardingOptions(TypedDict, total=False):
-    """The fields of `Sharding`, for type checkers."""
+    """The fields of `Sharding` as keyword arguments, for type checkers."""
 
     memory_bytes: int | None
     gpus_per_host: int
@@ -117,9 +117,9 @@ class ShardingOptions(TypedDict, total=False):
 class Row(msgspec.Struct, frozen=True):
     """One way to train: its predicted time, and the bytes on each GPU.
 
-    `buffers` are gathered parameters, whole gradients and buffers at their peak, which a wrapping decides, `states`
-    the rest: shards of parameters and of the optimizer's states. No groups of modules take less than `bound_s` in that
-    much memory; None where there is no bound. `wrapping` is None for DDP, which wraps nothing.
+    `buffers` is the peak of gathered parameters, whole gradients and buffers, which depends on the wrapping. `states`
+    is the remaining memory: shards of parameters and of the optimizer's states. With the same memory, no grouping of
+    modules is faster than `bound_s`; it is None if there is no bound. `wrapping` is None for DDP, which wraps nothing.
     """
 
     name: str
@@ -136,12 +136,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def gap(self) -> float | None:
-        """Return how far the time is above the bound, as a part of it."""
+        """Return the gap, time / bound - 1, or None without a bound."""
         return self.seconds / self.bound_s - 1 if self.bound_s else None
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All rows, the simplest ones first, and which of them is the answer."""
+    """All rows, the simplest first, and the index of the answer."""
 
     rows: tuple[Row, ...]
     answer: int
@@ -149,7 +149,7 @@ class Comparison(msgspec.Struct, frozen=True):
     steps: tuple[Timeline | None, ...]
 
     def table(self, title: str) -> TextTable:
-        """The rows by memory, in words."""
+        """Return a table of the rows, sorted by memory."""
         whole = any(row.states for row in self.rows)
         memory = ("memory", "of it buffers") if whole else ("buffers",)
         heads = ("groups", "predicted", "over computing", *memory, "kept", "above bound")
@@ -171,7 +171,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return sorted(self.rows, key=lambda row: row.nbytes)
 
     def report(self, job: str, where: str) -> ModelReport:
-        """A page: the curve of time over memory, the table, and what one rank does."""
+        """Return a page: the curve of time over memory, the table, and the timeline of one rank."""
         points = tuple(
             MemoryPoint(row.name, row.nbytes, row.seconds, row.bound_s, row is self.rows[self.answer])
             for row in self.by_memory
@@ -182,7 +182,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
-        """Return the answer's timeline, its baseline one group for each block; `where` is the network in words."""
+        """Return the answer's timeline, with one group for each block as baseline. `where` is the network in words."""
         chosen, block = self.steps[self.answer], self.steps[0]
         if chosen is None or block is None:
             raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")
@@ -193,13 +193,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def wrapping(self) -> Wrapping:
-        """The answer's wrapping, or if that is DDP, the fastest row's that wraps anything."""
+        """Return the answer's wrapping or, if the answer is DDP, the wrapping of the fastest row that has one."""
         wrapped = [row.wrapping for row in sorted(self.rows, key=lambda row: row.seconds) if row.wrapping is not None]
         return self.rows[self.answer].wrapping or wrapped[0]
 
     @property
     def verdict(self) -> str:
-        """One sentence that says what to do."""
+        """Return one sentence that says what to do."""
         chosen, block = self.rows[self.answer], next(row for row in self.rows if row.name == BY_BLOCK)
         if chosen is block:
             bound = "" if block.gap is None else f": it is {percent(block.gap)} above the bound for its memory"
@@ -212,9 +212,9 @@ BY_BLOCK = "by block"
 
 
 def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Comparison:
-    """Time against memory for each way to shard a workload on a cluster.
+    """Compare time and memory of the ways to shard a workload on a cluster.
 
-    Raises `InputError` where the memory is too small for every row, and what `units_of` and `Costs.of` raise.
+    Raises `InputError` if the memory is too small for every row, and what `units_of` and `Costs.of` raise.
     """
     return _OfWorkload(workload, cluster, sharding).compare()
 
@@ -222,16 +222,16 @@ def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Compari
 def compare_traced(
     units: Sequence[Unit], costs: Costs, precision: Precision, traced: Wrapping, update_s: float, node: int | None
 ) -> Comparison:
-    """Time against memory for groups other than the traced ones, whose row is the first.
+    """Compare time and memory of the traced groups (in the first row) and of other groups.
 
-    The optimizer takes `update_s` seconds of a step. Memory counts FSDP2's buffers only, because a trace does not tell
-    the rest. Rows that are slower and larger than the traced groups are left out.
+    The optimizer takes `update_s` seconds of a step. Memory counts only FSDP2's buffers, because a trace does not tell
+    the rest. Rows that are both slower and larger than the traced groups are left out.
     """
     return _Table(units, costs, precision, node, traced.micro_batches, update_s * costs.ranks, traced).compare()
 
 
 def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding, wrapping: Wrapping) -> Program:
-    """Return the program of a step under one of the wrappings that `compare` found, for simulations on links."""
+    """Return the program of a step under a wrapping that `compare` found, for simulations on links."""
     table = _OfWorkload(workload, cluster, sharding)
     costs, units = table.shared(wrapping.replicas)
     known = {unit.path for unit in units}
@@ -242,7 +242,10 @@ def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding
 
 
 def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: object, **options: Any) -> Wrapping:
-    """`legato.plan(..., shard="parameters")`. Raises `InputError` on an unknown option, and what `compare` raises."""
+    """Return the wrapping for `legato.plan(..., shard="parameters")`.
+
+    Raises `InputError` on an unknown option, and what `compare` raises.
+    """
     options.pop("shard")
     if scheduler != "legato":
         raise InputError(f"scheduler: {scheduler!r} with shard 'parameters' (expected none: FSDP2 fixes the order)")
@@ -253,7 +256,7 @@ def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: object, **opt
 
 
 class _Table:
-    """Rows for units and what collectives cost; the optimizer takes `optimizer_s` for the whole model."""
+    """The rows for given units and costs. The optimizer takes `optimizer_s` for the whole model."""
 
     def __init__(
         self,
@@ -267,7 +270,7 @@ class _Table:
     ) -> None:
         self.units, self.costs, self.precision = units, costs, precision
         self.micro_batches, self.optimizer_s, self.traced = micro_batches, optimizer_s, traced
-        self.parts: Sequence[Unit] = ()  # of the units
+        self.parts: Sequence[Unit] = ()  # the parts of the units
         self.memory_bytes: int | None = None
         self.workload_id = ""
         self.chain = Chain(units, costs, precision, node)
@@ -294,7 +297,7 @@ class _Table:
         return [traced, *(row for row in self._plain() if not _as_good(traced, row))]
 
     def _plain(self) -> Iterator[Row]:
-        """Yield the rows of what people do without a plan, the simplest first."""
+        """Yield the rows of the usual ways to shard without a plan, the simplest first."""
         yield self._row(BY_BLOCK, self.chain.wrapping(by_unit(self.chain), BY_BLOCK))
         if self.chain.node is not None:
             name = f"{BY_BLOCK}, resharded to its host"
@@ -308,7 +311,7 @@ class _Table:
         yield self._row("one group", self.chain.wrapping(Layout((0,), (KEEP,)), "one group"))
 
     def _planned(self) -> Iterator[Row]:
-        """Within several memories, the fastest regular groups, or the fastest of all if these are clearly faster."""
+        """Yield the fastest groups within several limits: regular ones, unless others are clearly faster."""
         limits = self._limits()
         regular = [*_regular(self.chain)]
         seconds, nbytes = evaluate(self.chain, regular)
@@ -340,7 +343,7 @@ class _Table:
         return limits
 
     def _parts(self, limits: Sequence[float]) -> list[Layout | None]:
-        """The fastest groups of parts of blocks, if there are few enough parts to look at."""
+        """Return the fastest groups of parts of blocks for each limit, or None for each if there are too many parts."""
         if not len(self.units) < len(self.parts) <= _MOST_PARTS:
             return [None] * len(limits)
         self.finer = Chain(self.parts, self.costs, self.precision, self.chain.node)
@@ -370,12 +373,12 @@ class _Table:
         return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, bound_s, wrapping)
 
     def _states(self, ranks: int) -> int:
-        """The bytes of what no wrapping changes."""
+        """Return the bytes that no wrapping changes."""
         return 0
 
 
 class _OfWorkload(_Table):
-    """Rows for a workload on a cluster, including other ways to share out parameters and gradients."""
+    """The rows for a workload on a cluster, including HSDP and DDP."""
 
     def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
         self.workload, self.cluster, self.sharding = workload, cluster, sharding
@@ -402,7 +405,7 @@ class _OfWorkload(_Table):
         return [*super()._rows(), self._ddp(), *self._hybrid()]
 
     def _hybrid(self) -> Iterator[Row]:
-        """HSDP: sharded over one host, or a few, and replicated."""
+        """Yield the rows of HSDP: sharded over one host or a few hosts, and replicated."""
         workers = self.cluster.workers
         gpus = self.sharding.gpus(workers)
         if not 2 <= gpus < workers:
@@ -416,22 +419,23 @@ class _OfWorkload(_Table):
             yield self._row(name, wrapping, sync=sync, units=units, costs=costs)
 
     def shared(self, replicas: int) -> tuple[Costs, Sequence[Unit]]:
-        """The costs, and the units, of a model of which there are as many replicas."""
+        """Return the costs and the units of a model with this number of replicas."""
         costs = self.costs if replicas == 1 else self.sharding.costs(self.cluster, replicas)
         return costs, self.units if replicas == 1 else units_of(self.workload, costs.ranks, self.precision)
 
     def _states(self, ranks: int) -> int:
-        """The bytes of the shards of the parameters and of the optimizer's states."""
+        """Return the bytes of a rank's shards of the parameters and of the optimizer's states."""
         trained = sum(unit.gradients for unit in self.units) // self.precision.gathered
         return (self.elements * self.precision.stored + trained * _STATE * _STATES) // ranks
 
     def _more_s(self) -> float:
-        """The passes of all micro-batches but one."""
+        """Return the seconds of the passes of all micro-batches but one."""
         return (self.sharding.micro_batches - 1) * (self.workload.compute_s - self.optimizer_s)
 
     def _ddp(self) -> Row:
-        """Under DDP, parameters are stored whole, and gradients are reduced in the same precision as FSDP2's."""
-        gather, halves = self.costs.gather, 1 if self.sharding.machine is not None else 2  # jobs pay one latency
+        """Return DDP's row: parameters are stored whole, and gradients are reduced in the same precision as FSDP2's."""
+        # whole jobs count one latency for both halves
+        gather, halves = self.costs.gather, 1 if self.sharding.machine is not None else 2
         both = LinearCost(halves * gather.alpha_s, 2 * gather.beta_s_per_byte)
         cluster = self.cluster
         if self.sharding.machine is not None or self.sharding.gpus_per_host > 1:
@@ -456,7 +460,9 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
 
 
 def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
-    """The first row that is nearly as fast as the fastest one within a memory, and the first of all or clearly faster.
+    """Return the index of the first row within the memory that is nearly as fast as the fastest.
+
+    If the first row of the table fits, only a clearly faster row can replace it.
 
     Raises `InputError` if the memory is too small for every row.
     """
@@ -474,7 +480,7 @@ def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
 
 
 def _as_good(row: Row, other: Row) -> bool:
-    """Return whether a row makes another one needless: it is no slower (but for rounding) and needs no more memory."""
+    """Return whether a row is at least as fast as another row (up to rounding), with at most the same memory."""
     return row.seconds <= other.seconds * (1 + _ROUNDING) and row.nbytes <= other.nbytes
 
 
@@ -483,7 +489,7 @@ def _kept(wrapping: Wrapping) -> set[str]:
 
 
 def _regular(chain: Chain) -> Iterator[Layout]:
-    """Groups that one line describes."""
+    """Yield regular layouts, which one line can describe."""
     for count in _EVERY:
         for state in (RESHARD,) if chain.node is None else (RESHARD, NODE):
             for kept in _LAST_KEPT:

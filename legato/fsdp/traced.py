@@ -1,4 +1,4 @@
-"""Units, costs and groups of fully sharded training, as a trace tells them."""
+"""The units, costs and groups of fully sharded training that a trace shows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from legato.ingest.traced import Sharded, ShardedGroup
 
 __all__ = ["Fit", "as_modules", "compare_groups", "costs_of", "traced_units", "traced_wrapping"]
 
-#: Modules of a list whose paths differ in their numbers alone are taken to be alike.
+#: Modules of a list whose paths differ only in their numbers are taken to be alike.
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _SEPARATOR = ", "
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """A cost that was fitted to traced collectives of some sizes; it is `off` by at most this part of their times."""
+    """A cost that was fitted to traced collectives of some sizes; `off` is its largest relative error."""
 
     what: str
     cost: LinearCost
@@ -58,9 +58,9 @@ class Fit(msgspec.Struct, frozen=True):
 def compare_groups(
     found: Sharded, *, waits_known: bool, cluster: Cluster | None = None
 ) -> tuple[Comparison, tuple[Fit, ...]]:
-    """Compare the traced groups with others; also return what the collectives cost, as fitted or on another cluster.
+    """Return a comparison of the traced groups with others, and the fits of the collectives' costs.
 
-    Raises `InputError` if the trace lacks what the rules need to know.
+    Raises `InputError` if the trace lacks something that the rules need.
     """
     if not found.groups:
         raise InputError("the whole model is one group (expected fully_shard of its blocks, too)")
@@ -77,7 +77,7 @@ def compare_groups(
 
 
 def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ...]]:
-    """Return the costs of the job's collectives, and how they were fitted."""
+    """Return the costs of the job's collectives, and their fits."""
     samples = {"all-gather": found.gathers, "reduce-scatter": found.scatters}
     if found.gathers_in_host:
         samples["all-gather of what was resharded to fewer ranks"] = found.gathers_in_host
@@ -87,9 +87,10 @@ def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ..
 
 
 def traced_units(found: Sharded) -> list[Unit]:
-    """Return the units that groups can hold, and the root's computation before the first group and after each.
+    """Return the units that groups can hold, and the root's computation before and after each group.
 
-    A group is one unit. A list of modules whose paths differ in their numbers alone is one for each, of the same size.
+    A group is one unit. If the paths of a group's modules differ only in their numbers, each module is a unit, all of
+    the same size.
     """
     units: list[Unit] = []
     holds = next((k for back in (1, 0) for k, seconds in enumerate(found.root_s) if seconds[back] > 0), 0)
@@ -107,7 +108,7 @@ def _sizes(found: Sharded, group: ShardedGroup) -> tuple[int, int, int]:
 
 
 def _paths(group: ShardedGroup) -> tuple[str, ...]:
-    """The units of a group: its modules if they are alike and their times are known, else all of them as one."""
+    """Return the units of a group: each module, if all are alike and their times are known, or all modules as one."""
     found = [_NUMBERED.match(path) for path in group.modules]
     alike = None not in found and len({match[1] for match in found if match}) == 1
     return group.modules if alike and len(group.forward_s) == len(group.modules) else (_SEPARATOR.join(group.modules),)
@@ -124,9 +125,9 @@ def _units(found: Sharded, group: ShardedGroup) -> Iterator[Unit]:
 
 
 def traced_wrapping(found: Sharded) -> Wrapping:
-    """The groups as traced."""
+    """Return the wrapping of the traced groups."""
     sync: Sync = "each"
-    scatters = {group.scatters for group in found.groups} - {0}  # none where a group is frozen
+    scatters = {group.scatters for group in found.groups} - {0}  # a frozen group has no reduce-scatters
     if found.micro_batches > 1 and scatters == {1}:
         sync = "last"
     elif found.micro_batches > 1 and all(group.gathers == 1 for group in found.groups):
@@ -136,7 +137,7 @@ def traced_wrapping(found: Sharded) -> Wrapping:
         "groups as traced",
         tuple(Group(_paths(group), group.reshard) for group in found.groups),
         forward,
-        backward if backward > 1 else 0,  # one is FSDP2's own rule
+        backward if backward > 1 else 0,  # a depth of 1 is FSDP2's own rule
         found.buffers,
         micro_batches=found.micro_batches,
         sync=sync,
@@ -144,7 +145,7 @@ def traced_wrapping(found: Sharded) -> Wrapping:
 
 
 def as_modules(wrapping: Wrapping) -> Wrapping:
-    """A wrapping of traced units as one of modules, of which a unit may have several."""
+    """Return a wrapping of traced units as a wrapping of modules. A unit may have several modules."""
     groups = (
         msgspec.structs.replace(g, modules=tuple(path for unit in g.modules for path in unit.split(_SEPARATOR)))
         for g in wrapping.groups

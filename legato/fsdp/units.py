@@ -1,8 +1,8 @@
 """The units of a model that `fully_shard` can wrap, in the order in which the forward pass runs them.
 
-A unit is a block (an element of a list of modules), or a module outside all blocks, such as an embedding; on a finer
-level it is a part of a block. Names of parameters and ops tell which unit they belong to: `layers.3.mlp.up.weight` and
-`layers.3.mlp.up/addmm` are of the block `layers.3`.
+A unit is a block (an element of a list of modules), or a module outside all blocks, such as an embedding. On a finer
+level, a unit is a part of a block. Names of parameters and ops tell their unit: `layers.3.mlp.up.weight` and
+`layers.3.mlp.up/addmm` belong to the block `layers.3`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from legato.core.workload import Module, Parameter, Phase, Workload
 
 __all__ = ["Precision", "Unit", "units_of"]
 
-#: More units are not looked at: each of them costs FSDP2's host a millisecond a step.
+#: The most units. Each unit costs FSDP2's host a millisecond a step.
 _MOST_UNITS = 2000
 #: A component of a name that numbers a block: `3` in torch's names, `layer3` in the zoo's names.
 _NUMBERED = {".": re.compile(r"\d+"), "/": re.compile(r"\D*\d+")}
 
 
 class Precision(NamedTuple):
-    """Bytes of an element: of parameters as they are stored, as they are gathered and computed with, and of gradients
-    as they are reduced (`MixedPrecisionPolicy`'s `param_dtype` and `reduce_dtype`)."""
+    """The bytes of an element of stored parameters, of gathered parameters, and of reduced gradients.
+
+    Gathered parameters have the `param_dtype` of `MixedPrecisionPolicy`, and reduced gradients its `reduce_dtype`.
+    """
 
     stored: int = 4
     gathered: int = 4
@@ -35,11 +37,11 @@ class Unit(NamedTuple):
     """A module that runs once in a step, and that no wrapping divides.
 
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
-    `scattered` the same in a reduce-scatter; the last two are 0 if it is frozen. `named` is its place in
-    `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in the backward
-    pass. What is `rooted` can only be held by the root: it shares parameters with another unit, runs more than once or
-    not as a whole, or contains other units. `ends` says whether a gradient comes back to its output, so that a list may
-    end with it.
+    `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.
+    `named` is the unit's place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass
+    does not read its parameters. Only the root can hold a `rooted` unit. Such a unit shares parameters with another
+    unit, runs more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to
+    the unit's output; only then can a group end with the unit.
     """
 
     path: str
@@ -61,12 +63,12 @@ class Unit(NamedTuple):
 
 
 def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int = 1) -> list[Unit]:
-    """The units of a workload that is sharded over `ranks`, whole blocks (`level` 1) or parts of them (2, ...).
+    """Return the units of a workload that is sharded over `ranks`: blocks (`level` 1), or parts of blocks (2, ...).
 
-    Times are in seconds. Without `workload.modules`, dimensions are taken to be multiples of the ranks, all parameters
-    to be trained, and a parameter that several units read to be shared by them. Ops that belong to no unit count with
-    the one that runs before them. Raises `InputError` if no parameter has the name of a module, and `TooLargeError`
-    on more than 2,000 units.
+    Times are in seconds. Without `workload.modules`, it is assumed that dimensions are multiples of the ranks, that all
+    parameters are trained, and that a parameter is shared by all units that read it. Ops that belong to no unit count
+    with the unit that runs before them. Raises `InputError` if no parameter has the name of a module, and
+    `TooLargeError` on more than 2,000 units.
     """
     modules = workload.modules or _modules(workload)
     separator = "." if workload.modules or not any("/" in tensor.name for tensor in workload.tensors) else "/"
@@ -81,7 +83,7 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
     by_path = {module.path: module for module in modules}
     paths = list(held)
     root_only = {"", *(path[:end] for path in paths for end in range(len(path)) if path[end] == separator)}
-    root_only.update(path for path in paths if path not in by_path and workload.modules)  # they are not called
+    root_only.update(path for path in paths if path not in by_path and workload.modules)  # modules that are not called
     seconds = zip(_seconds(workload, "forward", paths), _seconds(workload, "backward", paths), strict=True)
     return [
         _unit(path, held[path], by_path.get(path), ranks, precision, *times, root_only=path in root_only)
@@ -90,7 +92,7 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
 
 
 def _unit_path(path: str, separator: str, level: int) -> str:
-    """The first components of a module's path, up to the one that numbers a block (the `level`-th such one)."""
+    """Return the first components of a module's path, up to the `level`-th component that numbers a block."""
     parts = path.split(separator)
     numbered = [k for k, part in enumerate(parts) if _NUMBERED[separator].fullmatch(part)]
     if not numbered:
@@ -132,13 +134,13 @@ def _unit(
 
 
 def _padded(parameter: Parameter, ranks: int) -> int:
-    """The elements of a parameter whose rows are made a multiple of the ranks."""
+    """Return the number of elements of a parameter after its rows are padded to a multiple of the ranks."""
     elements = parameter.nbytes // parameter.itemsize
     return elements // parameter.rows * (-(-parameter.rows // ranks) * ranks)
 
 
 def _modules(workload: Workload) -> list[Module]:
-    """The modules that the names of the tensors tell of, in the order in which the forward pass reads them."""
+    """Return the modules that the names of tensors imply, in the order in which the forward pass reads them."""
     forward = len(workload.phase_ops("forward"))
     read: dict[str, list[Parameter]] = {}
     tied: dict[str, set[str]] = {}
@@ -158,7 +160,7 @@ def _modules(workload: Workload) -> list[Module]:
 
 
 def _seconds(workload: Workload, phase: Phase, paths: Sequence[str]) -> list[float]:
-    """The seconds of each unit in a phase: of the ops that carry its name, and of those that follow without one."""
+    """Return the seconds of each unit in a phase: ops with its name, and ops without a unit's name that follow them."""
     place = {path: k for k, path in enumerate(paths)}
     seconds = [0.0] * len(paths)
     now = 0 if phase == "forward" else len(paths) - 1
@@ -169,5 +171,5 @@ def _seconds(workload: Workload, phase: Phase, paths: Sequence[str]) -> list[flo
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The prefixes of an op's name that end where a component ends, the longest first."""
+    """Yield the prefixes of an op's name that end where a component ends, the longest first."""
     return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "./")

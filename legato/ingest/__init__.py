@@ -1,9 +1,8 @@
-"""Floor 1: foreign traces become a `Workload`, and the times in them a measured `Timeline`.
+"""Importers (floor 1), which turn foreign traces into a `Workload` and a measured `Timeline`.
 
-`kineto` reads traces of the PyTorch profiler, `execution_trace` joins them with
-PyTorch execution traces, `chakra` reads and writes MLCommons Chakra, and
-`send_trace` the CSV traces of the Network Operator Edition. All importers fill
-in the values of `traced`, from which `assemble` builds the workload.
+`kineto` reads traces of the PyTorch profiler, `execution_trace` joins them with PyTorch execution traces, `chakra`
+reads and writes MLCommons Chakra, and `send_trace` the CSV traces of the Network Operator Edition. All importers
+produce the values of `traced`, from which `assemble` builds the workload.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ __all__ = ["FORMATS", "Format"]
 
 
 class Format(NamedTuple):
-    """A format of traces: the function that reads one worker's part, and the one that reads what all workers do.
+    """A format of traces, with a function that reads one worker's workload, and one that reads all workers' program.
 
-    Both are `module:name` below `legato.ingest`, and take the files, and as keywords the options that they have.
+    Each function is written as `module:name` below `legato.ingest`. The arguments of a function are the files, and its
+    options as keywords.
     """
 
     workload: str
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function that reads a workload, or a program, which not every format has."""
+        """Return the function that reads a workload, or with `program`, the one that reads a program, if it exists."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

@@ -1,4 +1,4 @@
-"""Builds a `Workload` from the ops and gradients of one traced step."""
+"""Build a `Workload` from the ops and gradients of one traced step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def assemble(
 ) -> Workload:
     """Build the workload of one step.
 
-    With `keep_idle` the duration of an op includes the time for which the device
-    waited for its launch, because no plan can avoid it. The optimizer's time is
-    divided among the tensors in proportion to their bytes, as if each parameter
-    were updated when its gradient arrives. Raises `InputError` without a
-    gradient, or without a backward op that could produce one.
+    With `keep_idle`, the duration of an op includes the time for which the device waited for its launch, because no
+    plan can avoid that wait. The optimizer's time is divided among the tensors in proportion to their bytes, as if each
+    parameter were updated when its gradient arrives. Raises `InputError` without a gradient, or without a backward op
+    that could produce one.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -88,7 +87,7 @@ def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes:
 
 
 def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each gradient the forward op that reads its parameter, if the backward pass mirrors the forward pass.
+    """Return the forward op that reads each gradient's parameter, if backward mirrors the forward pass.
 
     Positions are measured in time: if a gradient is ready after a share f of the
     backward pass, its parameter is first read after a share 1 - f of the forward

@@ -1,19 +1,16 @@
-"""Reads Chrome trace JSON event by event: a file of a gigabyte needs the memory of a few blocks.
+"""Read Chrome trace JSON event by event, so that a file of a gigabyte needs only the memory of a few blocks.
 
-[Note: splitting JSON at guessed places]
-The array of events is split into runs of a few MiB, and a strict decoder decodes
-each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If
-the guess is inside a string, or deeper than the array, quotes or brackets remain
-open before it; the run, put in brackets, is then not valid JSON, and the next
-guess is tried. A run that decodes therefore ends between two events, and nothing
-is accepted that a decoder of the whole file would reject.
+[Note: splitting JSON at guessed places] The array of events is split into runs of a few MiB, and a strict decoder
+decodes each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If the guess is inside a string or
+inside an event, quotes or brackets are still open there. The run before a wrong guess, put in brackets, is not valid
+JSON, so the next guess is tried. A run that decodes therefore ends between two events, and every accepted file would
+also pass a decoder of the whole file.
 
-[Note: values that are not JSON]
-Profilers write some values as they are: infinities, and names with quotes, backslashes or control characters in them
-(a path of Windows, a dictionary, `<module>` of a notebook). Where no guess makes a run valid, such values are made
-valid, and counted: `null` for a number that is none, and a string that is not valid is taken character by character.
-A string ends at a quote before a comma and the next key, or a bracket; a name, which may hold all of these itself, ends
-where a key of an event follows.
+[Note: values that are not JSON] Profilers write some values without escapes: infinities, and names with quotes,
+backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run
+valid, these values are repaired and counted: a number that is not valid becomes `null`, and an invalid string is read
+character by character. A string ends at a quote that is followed by a comma and the next key, or by a bracket. A name
+may also contain such quotes, so it ends only where a key of an event follows.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ Event = TypeVar("Event", bound=msgspec.Struct)
 _SPLIT = re.compile(rb"\}\s*,\s*\{")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _NO_NUMBER = re.compile(rb"([:,\[]\s*)[-+]?(?:inf(?:inity)?|nan(?:\(\w*\))?)(?=\s*[,}\]])", re.IGNORECASE)
-#: Where a name, and where another string of an event begins; and where each ends.
+#: Patterns for the beginning of a name, for the beginning of another string of an event, and for the end of each.
 _NAME = (
     re.compile(rb'"name"\s*:\s*"'),
     re.compile(rb'(?<!\\)"(?=\s*(?:\}\s*[,\]]|,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:))'),
@@ -51,17 +48,17 @@ _TRIES = 64
 
 
 class Header(msgspec.Struct):
-    """The fields next to the array of events, and how many values in it were not JSON."""
+    """The fields next to the array of events, and the number of values in the array that were not JSON."""
 
     distributed: dict[str, Any] = msgspec.field(default_factory=dict, name="distributedInfo")
     repaired: int = 0
 
 
 def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
-    """Yield the events of a trace file in file order; fills in `header` meanwhile.
+    """Yield the events of a trace file in file order, and fill in `header`.
 
-    The file holds an object with `traceEvents` or a bare array. Raises
-    `FileError`, with one line, for anything else.
+    The file must contain an object with `traceEvents`, or a bare array. Any other content raises `FileError` with one
+    line.
     """
     reader = _Reader(path, kind, header)
     for block in read_blocks(path, progress):
@@ -70,7 +67,7 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
 
 
 def _repaired(data: bytes) -> tuple[bytes, int]:
-    """Return the bytes that a profiler meant (see the note above), and how many values were changed."""
+    """Return the repaired bytes (see the note above), and the number of changed values."""
     changed = 0
     for begins, ends in (_NAME, _STRING):
         parts, at = [], 0
@@ -93,7 +90,7 @@ def _repaired(data: bytes) -> tuple[bytes, int]:
 
 
 def _splits(data: bytes) -> Iterator[int]:
-    """The places where an event may end, the last one first."""
+    """Yield the places where an event may end, the last place first."""
     at = len(data)
     while (at := data.rfind(b"}", 0, at)) >= 0:
         if _SPLIT.match(data, at):
@@ -101,7 +98,7 @@ def _splits(data: bytes) -> Iterator[int]:
 
 
 class _Reader(Generic[Event]):
-    """The bytes that are not decoded yet, and whether their array is in an object."""
+    """A decoder: the bytes that are not decoded yet, and whether their array is in an object."""
 
     def __init__(self, path: Path, kind: type[Event], header: Header) -> None:
         self._path = path
@@ -113,7 +110,7 @@ class _Reader(Generic[Event]):
         self._done = 0
 
     def feed(self, block: bytes) -> list[Event]:
-        """The events that this block completes."""
+        """Return the events that this block completes."""
         self._rest += block
         if self._in_object is None and not self._open():
             self._check_length("no array of traceEvents")
@@ -123,7 +120,7 @@ class _Reader(Generic[Event]):
         return self._run()
 
     def finish(self) -> list[Event]:
-        """The last events; raises `FileError` when the file ends too early."""
+        """Return the last events. Raises `FileError` if the file ends too early."""
         if self._in_object is None:
             if not self._rest.strip():
                 raise FileError(f"{self._path}: empty (expected a Chrome trace)")
@@ -137,7 +134,7 @@ class _Reader(Generic[Event]):
         return self._last()
 
     def _last(self) -> list[Event]:
-        """Return the remaining events; also read the fields after them."""
+        """Return the remaining events, and read the fields after the events."""
         if not self._in_object:
             return list(self._decode(b"[" + self._rest, self._events))
         tail = self._decode(b'{"":[' + self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))
@@ -145,7 +142,7 @@ class _Reader(Generic[Event]):
         return list(self._decode(bytes(tail[""]), self._events))
 
     def _open(self) -> bool:
-        """Skip to the first event if the array of events has begun."""
+        """Skip to the first event, and return whether the array of events has begun."""
         start = self._rest[:64].lstrip()
         if start.startswith(b"["):
             self._in_object = False
@@ -155,7 +152,7 @@ class _Reader(Generic[Event]):
             try:
                 head = msgspec.json.decode(self._rest[: match.start()] + b'"":0}', type=dict[str, msgspec.Raw])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue  # in a string, or in a nested object
+                continue  # the key is in a string or in a nested object
             self._note(head)
             self._in_object = True
             self._rest = self._rest[match.end() :]
@@ -163,7 +160,7 @@ class _Reader(Generic[Event]):
         return False
 
     def _run(self) -> list[Event]:
-        """The complete events that end at a guessed split."""
+        """Return the complete events that end at a guessed split."""
         for split in itertools.islice(_splits(self._rest), _TRIES):
             try:
                 found = self._events.decode(b"[" + self._rest[:split] + b"]")
@@ -182,7 +179,7 @@ class _Reader(Generic[Event]):
         return []
 
     def _repair(self) -> bool:
-        """Make values that are not JSON valid; return whether there are any."""
+        """Repair values that are not JSON, and return whether there were any."""
         self._rest, changed = _repaired(self._rest)
         self._header.repaired += changed
         return changed > 0
@@ -212,7 +209,7 @@ class _Reader(Generic[Event]):
             ) from None
 
     def _wrong(self, error: Exception) -> FileError:
-        """msgspec's message with the index of the event in the whole file."""
+        """Return an error with msgspec's message and the index of the event in the whole file."""
 
         def place(match: re.Match[str]) -> str:
             return f"traceEvents[{self._done + int(match.group(1))}]"

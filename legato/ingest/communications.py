@@ -1,6 +1,6 @@
 """The communications of a job, from the traces of its ranks: their groups, kinds and bytes.
 
-The n-th communication of a group on one rank is the n-th one on the others.
+The n-th communication of a group on one rank is the n-th communication of this group on every other rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from legato.ingest.traced import Notes, TracedTransfer
 
 __all__ = ["Joint", "Transfers", "check", "communications", "matched", "numbered"]
 
-#: The transfers of each rank, in the order in which it issues them.
+#: The transfers of each rank, in the order in which the rank issues them.
 Transfers: TypeAlias = Mapping[int, Sequence[TracedTransfer]]
 
-#: Operations of NCCL that cost what one of a `Program` costs.
+#: Operations of NCCL, each with the operation of a `Program` that has the same cost.
 _SAME_COST = {"barrier": "all_reduce", "reduce": "broadcast"}
 _OPERATIONS = {*get_args(Operation), *_SAME_COST} - {"send"}
 _WORDS = {
@@ -35,7 +35,7 @@ _NOT_NAMED = {"", "default_pg", "undefined"}
 
 
 class Joint(NamedTuple):
-    """A communication: the ranks of its group (empty if the traces do not tell), and its number among each rank's.
+    """A communication: the ranks of its group (empty if unknown), and its index among each rank's transfers.
 
     The group of a send has the sender, then the receiver.
     """
@@ -45,12 +45,12 @@ class Joint(NamedTuple):
     parts: dict[int, int]
 
     def of(self, transfers: Transfers) -> dict[int, TracedTransfer]:
-        """Return its transfer on each of its ranks."""
+        """Return the transfer of this communication on each of its ranks."""
         return {rank: transfers[rank][number] for rank, number in self.parts.items()}
 
 
 def matched(transfers: Transfers) -> list[Joint]:
-    """Match the communications of one step of several ranks. Raises `InputError` where these contradict each other."""
+    """Match the communications of one step of several ranks. Raises `InputError` if the ranks contradict each other."""
     found: dict[tuple[bool, tuple[int, ...]], dict[int, list[int]]] = {}
     for rank, own in transfers.items():
         for number, transfer in enumerate(own):
@@ -69,7 +69,7 @@ def matched(transfers: Transfers) -> list[Joint]:
 
 
 def _check_same_number(group: tuple[int, ...], ranks: Sequence[int], numbers: Mapping[int, Sequence[int]]) -> None:
-    """Raise `InputError` if these ranks of a group, and no others, have not the same number of its communications."""
+    """Raise `InputError` unless all these ranks, and no others, have the same number of the group's communications."""
     if outside := [rank for rank in numbers if rank not in ranks]:
         raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
     most = max(numbers, key=lambda rank: len(numbers[rank]))
@@ -82,7 +82,7 @@ def _check_same_number(group: tuple[int, ...], ranks: Sequence[int], numbers: Ma
 
 
 def _same_kind(group: tuple[int, ...], kinds: Mapping[int, str]) -> str:
-    """The kind that a collective has on all of its ranks."""
+    """Return the kind that a collective has on all of its ranks."""
     first = next(iter(kinds))
     for rank, kind in kinds.items():
         if kind != kinds[first]:
@@ -93,7 +93,7 @@ def _same_kind(group: tuple[int, ...], kinds: Mapping[int, str]) -> str:
 
 
 def numbered(joints: Sequence[Joint], ranks: Iterable[int]) -> dict[int, dict[int, int]]:
-    """For each rank, by the number of a communication among its own, the number among all."""
+    """Return, for each rank, a map from the index of a communication on this rank to its index in the job."""
     found: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
     for k, joint in enumerate(joints):
         for rank, part in joint.parts.items():
@@ -107,9 +107,9 @@ def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
 
 
 def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> None:
-    """Raise `InputError` if the traces of a job of `number` ranks do not tell what one of its communications is.
+    """Raise `InputError` if the traces of a job of `number` ranks do not fully describe some communication.
 
-    If the job is `grouped`, there are communications of fewer ranks.
+    If `grouped` is True, some communications are among fewer ranks.
     """
     for rank, own in transfers.items():
         for transfer in own:
@@ -128,7 +128,7 @@ def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> 
 
 
 def communications(joints: Sequence[Joint], transfers: Transfers, number: int, notes: Notes) -> list[Communication]:
-    """The communications with their kinds, sizes and traced times."""
+    """Return the communications with their kinds, sizes and traced times."""
     everyone = tuple(range(number))
     parts = [(joint, joint.group or everyone, list(joint.of(transfers).values())) for joint in joints]
     gradients = {group for joint, group, same in parts if joint.kind == "reduce_scatter" and _carries_gradients(same)}
@@ -158,7 +158,7 @@ def _carries_gradients(same: Sequence[TracedTransfer]) -> bool:
 
 
 def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], notes: Notes) -> int:
-    """The bytes of a communication on each of its ranks; the most, if it is an all-to-all of unequal parts."""
+    """Return the bytes of a communication on each of its ranks; the most for an all-to-all of unequal parts."""
     sizes = [t.nbytes or 0 for t in same]
     if min(sizes) < max(sizes):
         if kind != "all_to_all":
@@ -169,11 +169,12 @@ def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], 
 
 
 def _named(purpose: str) -> str:
-    """The kind that a program's name of a group tells; its own name if that is another one; "" if it has none."""
+    """Return the kind that the program's name of a group implies, or otherwise this name ("" if there is none)."""
     name = purpose.lower()
     words = set(re.split(r"[^a-z]+", name))
     kinds = [kind for kind, known in _WORDS.items() if words & known]
-    for part_of in ("context", "expert"):  # experts have data parallelism, too, and gradients are summed over contexts
+    # experts also have data parallelism, and gradients are also summed over context-parallel ranks
+    for part_of in ("context", "expert"):
         if len(kinds) > 1 and part_of in kinds:
             kinds.remove(part_of)
     if len(kinds) == 1:
@@ -182,7 +183,7 @@ def _named(purpose: str) -> str:
 
 
 def _described(operation: str, group: tuple[int, ...], number: int) -> str:
-    """Return a name for a communication whose group has none: what it is, and of which ranks."""
+    """Return a name for a communication whose group has no name: its operation and its ranks."""
     what = operation.replace("_", "-")
     if operation == "send":
         return what

@@ -1,17 +1,14 @@
-"""Imports PyTorch execution traces (`ExecutionTraceObserver`) with profiler traces of the same step.
+"""Import PyTorch execution traces (`ExecutionTraceObserver`) with profiler traces of the same step.
 
-The profiler trace has the times; the execution trace has what each operator
-reads and writes, which gives the ops their real dependencies. The profiler's
-`Record function id` equals the `rf_id` of the execution trace and joins the two.
-Older profilers do not write it (their `External id` counts something else); then
-the order of the operators joins them.
+The profiler trace has the times. The execution trace says which tensors each operator reads and writes, and so gives
+the ops their real dependencies. The profiler's `Record function id` equals the `rf_id` of the execution trace, so
+operators of the two traces are matched by this id. Older profilers do not write this id (their `External id` counts
+something else). For traces of older profilers, operators are matched by their order.
 
-[Note: dependencies from storages]
-An operator depends on the last writers of the storages that it reads. It writes
-the storages of its outputs, and of the inputs that its schema marks with `!`.
-Views need no special treatment because they share a storage. If the memory of a
-storage is used again, this can only add a dependency on an earlier op, which
-costs nothing within one stream.
+[Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. An operator
+writes the storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment
+because they share a storage. If another storage reuses the same memory, this can only add a dependency on an earlier
+op, which costs nothing within one stream.
 """
 
 from __future__ import annotations
@@ -37,9 +34,9 @@ from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces", "is_graph", "pairs"]
 
-#: `Tensor(float)` and `GenericList[Tensor(float)]`.
+#: A pattern for types such as `Tensor(float)` and `GenericList[Tensor(float)]`.
 _TENSOR = re.compile(r"^(?:GenericList\[)*Tensor\(([^)]*)\).*$")
-#: The operators that start all-reduces, of lists of tensors.
+#: The prefix of the operators that start all-reduces of lists of tensors.
 _ALL_REDUCE = "c10d::allreduce"
 
 
@@ -55,7 +52,7 @@ class _Attribute(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    """A node of any schema version: flat lists until 1.0.1, `values` and `attrs` since 1.0.2."""
+    """A node of any schema version: up to 1.0.1 it has flat lists, since 1.0.2 `values` and `attrs`."""
 
     id: int
     name: str
@@ -71,7 +68,7 @@ class _Node(msgspec.Struct):
         return next((a.value for a in self.attrs if a.name == name), flat)
 
     def described(self) -> tuple[list[Any], list[Any]]:
-        """The shapes and types of its inputs, as the profiler writes them: `float`, not `Tensor(float)`."""
+        """Return the shapes and types of the inputs, as the profiler writes them: `float`, not `Tensor(float)`."""
         flat = (self.input_shapes, self.input_types)
         shapes, types = (self.inputs.shapes, self.inputs.types) if isinstance(self.inputs, _Values) else flat
         return shapes, [_TENSOR.sub(r"\1", kind) if isinstance(kind, str) else kind for kind in types]
@@ -96,10 +93,9 @@ def import_execution_traces(
 ) -> Imported:
     """Import pairs of an execution trace and a profiler trace, one pair per rank.
 
-    The first execution trace belongs to the first profiler trace and so on,
-    however the two kinds are mixed in `paths`. Raises `InputError` when their
-    numbers differ, and `FileError` when the traces of a pair have no operator in
-    common.
+    The first execution trace belongs to the first profiler trace and so on, however the two kinds are mixed in `paths`.
+    Raises `InputError` if the numbers of the two kinds differ, and `FileError` if the traces of a pair have no operator
+    in common.
     """
     read: dict[Path, Graph] = {trace: _Graph(graph, progress) for graph, trace in pairs(paths)}
     return import_kineto(
@@ -109,7 +105,7 @@ def import_execution_traces(
 
 @refusals_name_files
 def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """The execution traces, each with its profiler trace. Raises `InputError` when their numbers differ."""
+    """Return each execution trace with its profiler trace. Raises `InputError` if the numbers differ."""
     graphs: list[Path] = []
     traces: list[Path] = []
     for path in paths:
@@ -125,14 +121,14 @@ def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 
 def is_graph(path: Path) -> bool:
-    """Return whether a file is an execution trace (has nodes); a profiler trace names its events near the beginning."""
+    """Return whether a file is an execution trace: it has nodes, and no events near its beginning."""
     head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)
 
 
 class _Graph:
-    """The execution trace of one rank: its nodes by `rf_id`."""
+    """The execution trace of one rank, with its nodes by `rf_id`."""
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
@@ -156,7 +152,7 @@ class _Graph:
                 self._nodes[record] = node
 
     def describe(self, trace: Trace) -> None:
-        """Give the operators that tell sizes their shapes, where the profiler did not record them.
+        """Add the shapes of operators that determine sizes, if the profiler did not record them.
 
         Raises `FileError` if the two traces are of different processes.
         """
@@ -175,9 +171,10 @@ class _Graph:
         self._describe_lost(trace, trace.annotation)
 
     def _describe_lost(self, trace: Trace, columns: EventColumns) -> None:
-        """Give the all-reduces that the execution trace lost the shapes of the operators that started them.
+        """Add shapes to all-reduces missing in the execution trace, from the operators that started them.
 
-        One of gloo's that ends as the trace does may be missing from it. Its id follows its operator's.
+        An all-reduce over gloo may be missing if it ends when the trace ends. The id of an all-reduce follows the id of
+        its operator.
         """
         for row in range(len(columns.start)):
             node = self._nodes.get(int(columns.record[row]) - 1)
@@ -188,7 +185,7 @@ class _Graph:
                 columns.describe(row, Arguments(dims=_raw(shapes[0]), types=_raw(types[:1] * len(shapes[0]))))
 
     def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
-        """The step's ops with their dependencies; an op outside all known operators depends on the op before it."""
+        """Return the step's ops with their dependencies. An op outside known operators depends on the op before it."""
         interval = step.interval.start_s, step.interval.end_s
         nodes = _innermost(step, self._by_row(step.trace, step.trace.operator, *interval))
         writer: dict[int, int] = {}
@@ -217,10 +214,10 @@ class _Graph:
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
     def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:
-        """The node of each operator (or mark) of the profiler trace in that time, by row.
+        """Return the node of each operator (or mark) of the profiler trace between the two times, by row.
 
-        They are joined by id if the profiler wrote ids. Otherwise the n-th operator of a name is the n-th node of
-        that name, for the names that occur equally often in both traces.
+        Operators and nodes are matched by id if the profiler wrote ids. Without ids, the n-th operator of a name
+        matches the n-th node of the same name, for names that occur equally often in both traces.
         """
         known = {node.name for node in self._nodes.values()}
         during = np.flatnonzero((columns.start >= start_s) & (columns.start < end_s)).tolist()
@@ -251,7 +248,7 @@ def _raw(value: list[Any]) -> msgspec.Raw:
 
 
 def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:
-    """For each op the innermost known operator that was running on the thread that launched it, if there is one."""
+    """Return, for each op, the innermost known operator that was running on the launching thread, if any."""
     columns, rows, at = step.trace.operator, sorted(nodes), 0
     open_rows: dict[int, list[int]] = {}
     found = {}
@@ -268,7 +265,7 @@ def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:
 
 
 def _storages(node: _Node) -> tuple[set[int], set[int]]:
-    """The storages that an operator reads, and the ones that it writes."""
+    """Return the storages that an operator reads, and the storages that it writes."""
     inputs, outputs = _values(node.inputs), _values(node.outputs)
     reads = {s for value in inputs for s in _tensors(value)}
     writes = {s for value in outputs for s in _tensors(value)}
@@ -285,7 +282,7 @@ def _values(side: list[Any] | _Values) -> list[Any]:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[int]:
-    """Storage ids in a value: a tensor is [id, storage, offset, elements, bytes per element, device]."""
+    """Yield the storage ids in a value: a tensor is [id, storage, offset, elements, bytes per element, device]."""
     if not isinstance(value, list) or depth > 8:
         return
     if len(value) == 6 and isinstance(value[5], str) and all(isinstance(v, int) for v in value[:5]):
@@ -297,7 +294,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[int]:
 
 
 def _arguments(schema: str) -> list[str]:
-    """The arguments of `name(Tensor(a!) self, int[2] size) -> ...`, each with its type."""
+    """Return the arguments, with types, of a schema such as `name(Tensor(a!) self, int[2] size) -> ...`."""
     depth, current, found = 0, "", list[str]()
     for c in re.sub(r"^[^(]*\(", "", schema, count=1):
         if c == ")" and depth == 0:

@@ -1,4 +1,4 @@
-"""Sorts profiler traces, and execution traces of the same steps, into jobs, and imports each job."""
+"""Sort profiler traces, and execution traces of the same steps, into jobs, and import each job."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from legato.ingest.traced import Imported
 
 __all__ = ["import_jobs"]
 
-#: A job before a change, and after it.
+#: One job before a change, and one after it.
 _MOST_JOBS = 2
 
 
 @dataclass
 class _Job:
-    """The files of a job by rank, and its number of ranks (None if no trace tells it)."""
+    """A job: its files by rank, and its number of ranks (None if no trace tells it)."""
 
     workers: int | None = None
     files: dict[int, list[Path]] = field(default_factory=dict)
 
     def takes(self, trace: Marks) -> bool:
-        """Return whether a trace can be of this job: it has the same number of ranks, and not yet this one."""
+        """Return whether a trace can belong to this job: its number of ranks is equal, and its rank is new."""
         same = trace.workers is None or self.workers is None or trace.workers == self.workers
         return same and (trace.rank or 0) not in self.files
 
@@ -42,11 +42,12 @@ def import_jobs(
     known: Transfers | None = None,
     progress: Progress | None = None,
 ) -> list[Imported]:
-    """Import one job, or two: a second trace of a rank, or a trace with another number of ranks, begins another job.
+    """Import the traces of one job, or of two.
 
-    A trace that does not tell its rank is one of rank 0. Raises `InputError` for
-    more than two jobs, and what `import_kineto` and `import_execution_traces`
-    raise.
+    A second trace of a rank, or a trace with another number of ranks, begins the second job.
+
+    A trace that does not tell its rank counts as rank 0. Raises `InputError` for more than two jobs, and whatever
+    `import_kineto` and `import_execution_traces` raise.
     """
     paired = pairs(paths) if any(map(is_graph, paths)) else [(None, path) for path in paths]
     jobs: list[_Job] = []

@@ -1,4 +1,4 @@
-"""Kinds and sizes of collectives from the names that NCCL, gloo, PyTorch and Chakra write."""
+"""The kinds and sizes of collectives, from the names that NCCL, gloo, PyTorch and Chakra write."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 #: The collectives that carry gradients if the backward pass issues them.
 GRADIENT_KINDS = ("all_reduce", "reduce_scatter")
-#: The operator that tells what a collective is.
+#: The operator whose arguments describe a collective.
 COMMUNICATION = "record_param_comms"
 _COLLECTIVES = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
-#: Sends and receives that NCCL carries out together, and whatever else it does.
+#: The kind of a kernel with several sends and receives, which NCCL runs together.
 GROUPED = "send_recv"
 
 _KINDS = {
@@ -48,9 +48,9 @@ _KINDS = {
     "coalesced": GROUPED,
 }
 
-#: What moves data between devices, and its kind where its name does not say it: kernels, and the operators that launch
-#: them. They are of libraries of collectives (NCCL, RCCL, oneCCL, MSCCL, HCCL, NVSHMEM, rocSHMEM), of torch, and of
-#: experts' and serving's own.
+#: Patterns for kernels that move data between devices, and for operators that launch such kernels, with the kind if the
+#: name does not tell it. The kernels belong to libraries of collectives (NCCL, RCCL, oneCCL, MSCCL, HCCL, NVSHMEM,
+#: rocSHMEM), to torch, or to libraries for experts and serving.
 _TRANSFERS = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
@@ -62,7 +62,7 @@ _TRANSFERS = tuple(
         (rf"^(?:{COMMUNICATION}|(?!aten|torch|autograd|fsdp)\w+::\w*(?:{_COLLECTIVES})\w*)$", None),
     )
 )
-#: Copies, and what is launched together with a collective and computes.
+#: Copies, and kernels that compute although a collective launches them.
 _COMPUTES = re.compile(r"Mem(?!cpy PtoP)|.*checkForNaN", re.IGNORECASE)
 _LIKE_TRANSFERS = re.compile(rf"{_COLLECTIVES}|send_?recv|broadcast_?ring|p2p|peer_?to_?peer|symm_?mem|PtoP", re.I)
 
@@ -76,7 +76,7 @@ _ELEMENT_BYTES = {
 
 
 def collective_kind(name: str) -> str | None:
-    """`all_reduce` from `ncclDevKernel_AllReduce_Sum_f32`, `nccl:all_reduce`, `allreduce_coalesced`; or None."""
+    """Return the kind of a collective by name, or None: `all_reduce` for `nccl:all_reduce`, `allreduce_coalesced`."""
     if kind := next((kind for pattern, kind in _TRANSFERS if kind and pattern.search(name)), None):
         return kind
     plain = re.sub(r"[^a-z]", "", name.lower())
@@ -84,10 +84,10 @@ def collective_kind(name: str) -> str | None:
 
 
 class Transfers:
-    """The names of what moves data between devices: the table above, and what a user adds to it.
+    """The names of kernels and operators that move data between devices: legato's table, and the user's additions.
 
-    `added` are texts `PATTERN=COLLECTIVE`: kernels, operators and marks whose names match the regular expression are
-    of this collective, such as `all-reduce`. Raises `InputError` for any other text.
+    `added` are texts `PATTERN=COLLECTIVE`. Kernels, operators and marks whose names match the regular expression belong
+    to this collective, such as `all-reduce`. Raises `InputError` for any other text.
     """
 
     def __init__(self, added: Iterable[str] = ()) -> None:
@@ -100,19 +100,19 @@ class Transfers:
         return (found and _COMPUTES.match(name) is None) or self.is_added(name)
 
     def is_added(self, name: str) -> bool:
-        """Return whether the user says that this is a transfer."""
+        """Return whether the user has declared this name as a transfer."""
         return any(pattern.search(name) for pattern, _ in self.added)
 
     def can_be(self, kernel: str) -> bool:
-        """Return whether a kernel is a transfer if a collective's operator or mark launches it."""
+        """Return whether a kernel can be a transfer, given that a collective's operator or mark launched the kernel."""
         return _COMPUTES.match(kernel) is None
 
     def suspects(self, kernel: str) -> bool:
-        """Return whether a kernel that is not known to move data is named like kernels that do."""
+        """Return whether a kernel that is not known to move data has a name like kernels that move data."""
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
-        """The kind of a collective from the names of its kernel, marks and operators, of which the last knows best."""
+        """Return the kind of a collective from the names of its kernel, marks and operators; the last has priority."""
         if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
             return told
         found = "unknown"
@@ -135,18 +135,18 @@ def _added(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def element_bytes(name: str | None) -> int | None:
-    """Bytes of one element of a type called `Float`, `c10::Half`, `long int`, ...; None if unknown."""
+    """Return the bytes of an element of a type called `Float`, `c10::Half`, `long int`, ..., or None if unknown."""
     return None if name is None else _ELEMENT_BYTES.get(name.lower().removeprefix("c10::"))
 
 
 def is_integer(name: Any) -> bool:
-    """Return whether a type called `long int`, `Int`, `uint8`, ... has whole numbers, which no gradient consists of."""
+    """Return whether a type called `long int`, `Int`, `uint8`, ... is an integer type, which no gradient has."""
     plain = name.lower().removeprefix("c10::") if isinstance(name, str) else ""
     return plain in _ELEMENT_BYTES and re.search("float|double|half|complex", plain) is None
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` if there are none."""
+    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` for none."""
     if not ranks:
         return "all ranks"
     steps = {b - a for a, b in itertools.pairwise(ranks)}
@@ -156,7 +156,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def tensor_bytes(dims: Any, types: Any) -> int | None:
-    """Bytes of the first tensor of the profiler's `Input Dims` and `Input type`; None if they describe none.
+    """Return the bytes of the first tensor in the profiler's `Input Dims` and `Input type`, or None without one.
 
     For a list of tensors, `Input Dims` has a list of lists of dimensions.
     """
@@ -168,7 +168,7 @@ def tensor_bytes(dims: Any, types: Any) -> int | None:
 
 
 def tensor_elements(shape: Any) -> int | None:
-    """Elements of a tensor of this shape, or of all tensors of a list of shapes; None if it is neither."""
+    """Return the elements of a tensor of this shape, or of all tensors in a list of shapes. Otherwise, return None."""
     if not isinstance(shape, list):
         return None
     shapes = shape if shape and all(isinstance(s, list) for s in shape) else [shape]

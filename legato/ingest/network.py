@@ -17,7 +17,8 @@ from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 
-#: No network within a data center takes longer for one step of a tree, or of a ring (of many workers), or carries less.
+#: Limits within a data center: the longest step of a tree (500 us), the longest step of a ring of many workers (100
+#: us), and the lowest bandwidth.
 _SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
@@ -28,16 +29,17 @@ _TEST = re.compile(
 _NUMBER = r"[0-9]{1,12}(\.[0-9]+)?"
 _HEADING = re.compile(r"#\s+(?=size\s+count\s)")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
-#: How far the ratio of the two bandwidths in a table may be from an all-reduce's, because both are rounded.
+#: The tolerance for the ratio of the two bandwidths in a table of an all-reduce, because both are rounded.
 _ROUNDED = 0.05
 
 
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
-    """Fit the cost of an all-reduce to a job's traced ones, in the group that shares gradients if the traces tell it.
+    """Return a cluster with the cost of an all-reduce fitted to the all-reduces of a traced job.
 
-    For each number of bytes, the median time without waits for late ranks counts. If the waits are not known, the
-    fastest time counts, because waits only add to it. `workers` is used if the traces do not tell their number. Raises
-    `InputError` if they have no all-reduce whose size is known, or if nothing tells the number of workers.
+    If the traces tell which group shares gradients, only this group's all-reduces count. For each number of bytes, the
+    median time without waits for late ranks counts. If the waits are not known, the fastest time counts, because waits
+    only make a collective longer. `workers` is the number of workers, in case the traces do not tell it. Raises
+    `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
     group = imported.gradients_group
@@ -57,9 +59,10 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
 
 def doubt(cluster: Cluster) -> str:
-    """Return why no network can have the cost that was fitted to a trace; "" if one can.
+    """Return why no network can have the cost that was fitted to a trace, or "" if one can.
 
-    A tree of n workers takes 2 log(n) steps, and a ring 2(n-1), in which each worker sends 2(n-1)/n of the bytes.
+    A tree of n workers takes 2 log(n) steps. A ring takes 2(n-1) steps, in which each worker sends 2(n-1)/n of the
+    bytes in all.
     """
     cost, steps = cluster.cost(), 2 * (cluster.workers - 1)
     longest_s = max(2 * math.ceil(math.log2(cluster.workers)) * _SLOWEST_STEP_S, steps * _SLOWEST_OF_MANY_S)
@@ -90,12 +93,12 @@ def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes:
 def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, list[tuple[int, float]], int]:
     """Fit the cost of an all-reduce to the output of nccl-tests' (or rccl-tests') `all_reduce_perf`.
 
-    Returns the cluster, the (bytes, seconds) samples (the in-place ones, if there are any), and how many ranks measured
-    them (0 if the output does not list them). `workers` is the number of ranks to assume, by default that number.
-    Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with correct
-    results.
+    Returns the cluster, the (bytes, seconds) samples (in-place if possible), and the number of ranks that measured them
+    (0 if the output does not list the ranks). `workers` is the number of ranks to assume, by default the number in the
+    output. Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with
+    correct results.
     """
-    lines = read_all(path).decode(errors="replace").splitlines()  # each may begin with what a launcher says
+    lines = read_all(path).decode(errors="replace").splitlines()  # each line may begin with a prefix from a launcher
     for test in _found(_TEST, lines):
         if test[1] != "all_reduce":
             raise FileError(f"{path}: output of {test[1]}_perf (expected the output of all_reduce_perf)")
@@ -123,9 +126,9 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """Return the bytes and seconds of a table's line, whether its results are right, and busbw over algbw, if any."""
+    """Return (bytes, seconds, results are right, busbw / algbw) of a line, or None if it is not a table row."""
     time = max(k for k, word in enumerate(heading) if word == "time")
-    columns = len(heading) + heading.count("timestamp")  # which is two words
+    columns = len(heading) + heading.count("timestamp")  # a timestamp is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]
     if len(words) < len(heading) or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(_NUMBER, words[time]):
         return None
@@ -137,7 +140,7 @@ def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | N
 
 
 def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:
-    """Return the sizes and times of a table, whose results have to be right and an all-reduce's."""
+    """Return the sizes and times of a table. Raises `FileError` if results are wrong, or not from an all-reduce."""
     rows = [row for line in lines if (row := _row(line, heading)) is not None]
     for nbytes, _, right, _ in rows:
         if not right:

@@ -1,18 +1,15 @@
-"""Reads and writes the five-column send trace of the Network Operator Edition (section 5).
+"""Read and write the five-column send trace of the Network Operator Edition (section 5).
 
-It is a CSV file with the header `time_s,parameter,size_bytes,source,destination`:
-when a parameter was ready to be queued on the network, the name of its edge, its
-size, and the two devices. The sends from workers to parameter servers are the
-aggregation trace, those from servers to workers the distribution trace; both may
-be in one file or in several.
+A send trace is a CSV file with the header `time_s,parameter,size_bytes,source,destination`. A row has the time when a
+parameter was ready to be queued on the network, the name of its edge, its size, and the two devices. Sends from workers
+to parameter servers form the aggregation trace, and sends from servers to workers form the distribution trace. Both
+traces may be in one file or in several.
 
-As in the paper, the times of an aggregation trace are relative to its first
-event, so the backward time of the first gradient is missing. Of the distribution
-trace only the order counts, because its times depend on the network. `after` is
-the paper's dependency operation: everything that a worker sends up to it was
-pipelined with the forward pass and is not a gradient. The moving means and
-variances of batch normalization are always left out; `drop` leaves out more
-(auxiliary logits).
+As in the paper, the times of an aggregation trace are relative to its first event, so the backward time of the first
+gradient is missing. Only the order of the distribution trace counts, because its times depend on the network. `after`
+is the paper's dependency operation: everything that a worker sends up to this operation was pipelined with the forward
+pass and is not a gradient. The moving means and variances of batch normalization are always left out. `drop` leaves out
+other parameters, such as auxiliary logits.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from legato.ingest.traced import Imported, Notes
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
 
 _COLUMNS = ("time_s", "parameter", "size_bytes", "source", "destination")
-#: Running statistics, which are sent with the gradients but are not learned.
+#: Running statistics, which are sent with the gradients but not trained.
 _STATISTICS = re.compile(r"moving_(mean|variance)|running_(mean|var)\b|num_batches_tracked")
 _SERVER = re.compile(r"(^|[^a-z])(ps|server|parameter_?server)s?(?![a-z])", re.IGNORECASE)
 
@@ -60,7 +57,7 @@ class Send(NamedTuple):
 
 
 def read_send_trace(path: Path, progress: Progress | None = None) -> list[Send]:
-    """Read the rows of one file. Raises `FileError`, which names the line and the column."""
+    """Return the rows of one file. Raises `FileError`, which names the line and the column."""
     try:
         text = read_all(path, progress).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text), strict=True))
@@ -107,10 +104,9 @@ def import_send_trace(
 ) -> Imported:
     """Import an aggregation trace and, if there is one, a distribution trace.
 
-    The backward ops are the times between the sends of one worker; `forward_s`
-    is measured separately, as in the paper. Raises `FileError` for a file that
-    is not such a trace, and `InputError` when no gradient is left or a parameter
-    is sent twice.
+    Each time between two sends of one worker becomes a backward op; `forward_s` is measured separately, as in the
+    paper. Raises `FileError` for a file that is not a send trace, and `InputError` if no gradient is left or a
+    parameter is sent twice.
     """
     notes = Notes()
     sends = [send for path in paths for send in read_send_trace(path, progress)]
@@ -127,7 +123,7 @@ def import_send_trace(
 
 
 def _worker(path: Path, sends: list[Send], wanted: str | None) -> str:
-    """The worker that was asked for, else the first that sends to a server."""
+    """Return the worker `wanted`, or if that is None, the first worker that sends to a server."""
     workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
     if not workers:
         raise FileError(
@@ -146,7 +142,7 @@ def _patterns(drop: Sequence[str] | None) -> list[re.Pattern[str]]:
 
 
 def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str]]) -> list[Send]:
-    """The gradients of one worker in the order of time, filtered as in section 5."""
+    """Return the gradients of one worker in the order of time, filtered as in section 5."""
     if after is not None:
         moments = [s.time_s for s in sends if _plain(s.parameter) == _plain(after)]
         if not moments:
@@ -164,12 +160,12 @@ def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str
 
 
 def _plain(parameter: str) -> str:
-    """A parameter's name without the suffixes of TensorFlow's edges: `conv1/weights` for `conv1/weights/read`."""
+    """Return a parameter's name without suffixes of TensorFlow's edges: `conv1/weights` for `conv1/weights/read`."""
     return re.sub(r"^gradients/|/(read|Identity|grad)(:\d+)?$", "", parameter)
 
 
 def _distribution(sends: list[Send], gradients: list[Send], notes: Notes) -> list[str]:
-    """The parameters in the order in which the forward pass reads them."""
+    """Return the parameters in the order in which the forward pass reads them."""
     wanted = [_plain(s.parameter) for s in gradients]
     if not sends:
         notes.lacks(
@@ -201,11 +197,10 @@ def _workload(name: str, gradients: list[Send], order: list[str], forward_s: flo
 
 
 def export_send_trace(workload: Workload, workers: int, servers: int) -> str:
-    """Write the aggregation and the distribution trace of a workload as one CSV text.
+    """Return the aggregation trace and the distribution trace of a workload as one CSV text.
 
-    Each worker sends each gradient when its op has finished, with the backward
-    pass on one stream. Parameters are assigned to the servers round robin in the
-    order of their first use, and are distributed in that order at time 0.
+    Each worker sends each gradient when its op has finished, with the backward pass on one stream. Parameters are
+    assigned to the servers round robin, in the order of their first use, and distributed in this order at time 0.
     """
     if workers < 1 or servers < 1:
         raise InputError(f"{count(workers, 'worker')} and {count(servers, 'server')} (expected at least 1 of each)")

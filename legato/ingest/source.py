@@ -1,4 +1,4 @@
-"""The bytes of a trace file in blocks: plain or gzip, with progress, and protected against gzip bombs."""
+"""Read a trace file in blocks: plain or gzip, with progress, and with protection against gzip bombs."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ __all__ = [
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
-#: `progress(done, total)`, in bytes of the file on disk.
+#: A callback `progress(done, total)`, in bytes of the file on disk.
 Progress = Callable[[int, int], None]
 
 _ENDINGS = (".json", ".json.gz")
-#: How files of legato begin, and how its traces for Perfetto end.
+#: The beginning of legato's own files, and the end of its traces for Perfetto.
 _OWN, _OWN_TRACE, _EDGE_BYTES = re.compile(rb'\s*\{\s*"format"\s*:\s*"legato\.'), b'"producer": "legato"', 256
 BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
-#: The most bytes of a trace that is read into memory, after decompression.
+#: The most bytes of a trace that is read into memory as a whole, after decompression.
 MOST_BYTES = 2**30
 
 
 def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
-    """Return the files, with a folder's in its place: all whose names end as traces do. Raises `FileError` for none.
+    """Return the files, with each folder replaced by its files that are named like traces.
 
-    What legato itself has written into a folder is left out, with a line to `say`.
+    Files that legato itself has written into a folder are left out, with a line to `say`. Raises `FileError` if a
+    folder has no traces.
     """
     found: list[Path] = []
     for path in paths:
@@ -64,7 +65,7 @@ def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether legato has written this file: a workload, a plan and so on, or a trace for Perfetto."""
+    """Return whether legato has written this file, such as a workload, a plan, or a trace for Perfetto."""
     with path.open("rb") as file:
         begins = file.read(_EDGE_BYTES)
         file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))
@@ -72,9 +73,9 @@ def _is_own(path: Path) -> bool:
 
 
 def read_blocks(path: Path, progress: Progress | None = None, limit: int | None = None) -> Iterator[bytes]:
-    """Yield the file's bytes in blocks of a few MiB, decompressed if the file begins like gzip.
+    """Yield the bytes of the file in blocks of a few MiB, decompressed if the file begins like gzip.
 
-    Raises `FileError` when the file cannot be read, is damaged, expands more than 200-fold, or has more than `limit`
+    Raises `FileError` if the file cannot be read, is damaged, expands more than 200-fold, or has more than `limit`
     bytes.
     """
     try:
@@ -101,17 +102,17 @@ def read_blocks(path: Path, progress: Progress | None = None, limit: int | None 
         raise FileError(f"{path}: damaged gzip data: {one_line(str(error))}") from None
     except OSError as error:
         raise FileError(f"{path}: cannot read: {error.strerror or error}") from None
-    except ValueError as error:  # a name with a null character
+    except ValueError as error:  # the name has a null character
         raise FileError(f"{one_line(str(path))}: cannot read: {error}") from None
 
 
 def read_all(path: Path, progress: Progress | None = None) -> bytes:
-    """All bytes of a file that is read into memory; raises `FileError` above `MOST_BYTES`."""
+    """Return all bytes of a file. Raises `FileError` if the file has more than `MOST_BYTES`."""
     return b"".join(read_blocks(path, progress, MOST_BYTES))
 
 
 def named(paths: Sequence[Path]) -> str:
-    """The first file, and how many more there are."""
+    """Return the name of the first file, and the number of further files."""
     first = one_line(str(paths[0]), 300) if paths else "no files"
     return first if len(paths) < 2 else f"{first} and {len(paths) - 1} more"
 
@@ -119,7 +120,7 @@ def named(paths: Sequence[Path]) -> str:
 def refusals_name_files(
     read: Callable[Concatenate[Sequence[Path], Options], Result],
 ) -> Callable[Concatenate[Sequence[Path], Options], Result]:
-    """The same reader, whose refusals all name the files that it was given, where they do not name one of them."""
+    """Return the reader, with the names of its files added to errors that name no file."""
 
     @functools.wraps(read)
     def named_read(paths: Sequence[Path], /, *args: Options.args, **options: Options.kwargs) -> Result:
@@ -134,11 +135,11 @@ def refusals_name_files(
 
 
 def title_of(path: Path) -> str:
-    """The name of what a trace tells, if the user gives none."""
+    """Return a name for the workload of a trace, from the name of its file."""
     return one_line(path.name.partition(".")[0], 60) or "trace"
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    """Text from a file in a form that fits in an error: printable, on one line, at most `limit` characters."""
+    """Return text from a file in a form for an error: printable, on one line, at most `limit` characters."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= limit else f"{clean[: limit - 3]}..."

@@ -1,4 +1,4 @@
-"""The values that all importers fill in: ops, transfers and gradients of a traced step, and the result.
+"""The values that all importers produce: ops, transfers and gradients of a traced step, and the result.
 
 Times are in seconds since the first event of the trace.
 """
@@ -32,9 +32,9 @@ __all__ = [
 class TracedOp:
     """One computation of a step.
 
-    Before it the device was idle: for `gap_s` because the host had launched no
-    work, for `stalled_s` during a transfer that the op may have needed, and for
-    `late_s` while such a transfer waited for a late rank.
+    Before the op, the device was idle for three reasons: for `gap_s` because the host had launched no work, for
+    `stalled_s` during a transfer that the op may have needed, and for `late_s` while this transfer waited for a late
+    rank.
     """
 
     name: str
@@ -45,11 +45,11 @@ class TracedOp:
     gap_s: float = 0.0
     stalled_s: float = 0.0
     late_s: float = 0.0
-    deps: tuple[int, ...] | None = None  # None: it depends on the op before it
+    deps: tuple[int, ...] | None = None  # if None, the op depends only on the previous op
 
 
 class Sent(NamedTuple):
-    """A send to a peer, or a receive from it, and the `purpose` of its group."""
+    """A send to a peer or a receive from a peer, with the `purpose` of its group."""
 
     kind: str
     peer: int
@@ -59,11 +59,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedTransfer:
-    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
+    """A traced collective. From `start_s` on, the collective first waited `waited_s` for late ranks.
 
-    `nbytes` are the bytes that this rank contributes. `ranks` take part; `group` has the ranks of its process group,
-    and `purpose` what the program calls this (empty if unknown); `peer` is the other rank of a send or receive, and
-    `parts` are the collectives that one kernel carries out together. Collectives of one `stream` run one after another.
+    `nbytes` are the bytes that this rank contributes, and `ranks` is the number of ranks that take part. `group` has
+    the ranks of the process group, and `purpose` is the program's name for the group (empty if unknown). `peer` is the
+    other rank of a send or receive. `parts` are the sends and receives that one kernel runs together. Collectives of
+    one `stream` run one after another.
     """
 
     name: str
@@ -74,7 +75,7 @@ class TracedTransfer:
     phase: Phase
     carries_gradients: bool
     waited_s: float = 0.0
-    after: int = -1  # the last op that began before it was issued
+    after: int = -1  # the last op that began before the transfer was issued
     ranks: int | None = None
     group: tuple[int, ...] = ()
     purpose: str = ""
@@ -84,51 +85,51 @@ class TracedTransfer:
 
     @property
     def began_s(self) -> float:
-        """Return when its wait for late ranks ended."""
+        """Return the time when the wait for late ranks ended."""
         return min(self.start_s + self.waited_s, self.end_s)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient, which becomes a tensor of the workload.
+    """A traced gradient, which becomes a tensor of the workload.
 
-    `ready_after` and `readers` are indices of ops, `transfer` is the number of
-    the transfer that carried it.
+    `ready_after` and `readers` are indices of ops, and `transfer` is the number of the transfer that carried the
+    gradient.
     """
 
     name: str
     nbytes: int
     ready_after: int
-    readers: tuple[int, ...] | None = None  # None: not in the trace
+    readers: tuple[int, ...] | None = None  # None if the trace does not tell
     transfer: int | None = None
 
 
 @dataclass
 class Notes:
-    """Notes of what a trace lacks, and of what the importer assumes instead; each line once."""
+    """Notes, without repetition, on what a trace lacks and what the importer assumes instead."""
 
     missing: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
 
     def lacks(self, missing: str, assumed: str | None = None) -> None:
-        """Note what the trace lacks, and what is assumed instead."""
+        """Record what the trace lacks, and what is assumed instead."""
         if missing not in self.missing:
             self.missing.append(missing)
         if assumed is not None:
             self.assume(assumed)
 
     def assume(self, assumed: str) -> None:
-        """Note an assumption."""
+        """Record an assumption."""
         if assumed not in self.assumed:
             self.assumed.append(assumed)
 
 
 @dataclass(frozen=True)
 class KindTimes:
-    """How long a step transfers with one kind of collective (seconds), and how long nothing is computed meanwhile.
+    """The seconds for which one kind of collective runs in a step, and the seconds of this time that are exposed.
 
-    Collectives that run at the same time count once if they are of one kind, and for each kind if they are of several.
-    All-gathers, which FSDP issues in both passes, are a kind for each `phase`.
+    Collectives of one kind that run at the same time count once; collectives of different kinds count for each kind.
+    FSDP issues all-gathers in both passes, so all-gathers of different phases (`phase`) are different kinds.
     """
 
     kind: str
@@ -141,20 +142,15 @@ class KindTimes:
 class RankMeasure:
     """The measurements of one rank's step (seconds).
 
-    `computation_s` C is the time in which the device computes, and
-    `communication_s` N the time in which the network transfers; `exposed_comm_s`
-    is the part of N during which nothing is computed. `waiting_s` is the sum of
-    the times for which collectives waited for late ranks (None with the trace of
-    one rank alone), `exposed_waiting_s` the time in which nothing else happened.
-    In the remaining time, `idle_s`, the device had nothing to do: it waited for
-    its host. So C + exposed N + exposed waiting + idle = T. `undelayed_s` is T
-    without the time by which late ranks delayed computation that had been
-    launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac
-    and Caramel. `host_overlap` is alpha with the time in which the device waits
-    for its host counted as computation, and waiting for late ranks not counted:
-    the overlap that a plan can change. `kinds` divides N and exposed N by kinds of
-    collectives; the kind `wait` is the time in which an operator still waits for
-    a collective that the trace shows as ended.
+    `computation_s` C is the time in which the device computes, and `communication_s` N the time in which the network
+    transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time for
+    which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
+    which such waits happened and nothing else. In the remaining time, `idle_s`, the device waited for its host. So C +
+    exposed N + exposed waiting + idle = T. `undelayed_s` is T without the time by which late ranks delayed computation
+    that had already been launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and Caramel.
+    `host_overlap` is the overlap that a plan can change: alpha, where the device's waits for its host count as
+    computation, and waits for late ranks do not count. `kinds` divides N and exposed N by kinds of collectives. The
+    kind `wait` is the time in which an operator still waits for a collective that has already ended in the trace.
     """
 
     rank: int
@@ -176,12 +172,12 @@ class RankMeasure:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """The work of one call of `fully_shard` (FSDP2) in a step, with the bytes of all ranks; the root has no modules.
+    """A group of FSDP2 in a step: one call of `fully_shard`, with the bytes of all ranks. The root has no modules.
 
-    `reshard` is what `reshard_after_forward` seems to be: False if it was not gathered in the backward pass. `ahead` is
-    by how many groups it is gathered before its own hook, in the forward and in the backward pass. `gathers` and
-    `scatters` count its collectives. `forward_s` has a time for each of its modules, in the order in which they ran,
-    where these can be told apart. Of an embedding, no gradient of the input is needed.
+    `reshard` is the apparent value of `reshard_after_forward`: False if the group was not gathered in the backward
+    pass. `ahead` says how many groups before its own hook the group is gathered, in the forward and in the backward
+    pass. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each module,
+    in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
     """
 
     modules: tuple[str, ...]
@@ -198,11 +194,12 @@ class ShardedGroup:
 
 @dataclass(frozen=True)
 class Sharded:
-    """The groups of FSDP2 in the order of the forward pass, and what they cost.
+    """The groups of FSDP2 in the order of the forward pass, with their costs.
 
-    Times are medians over the steps, of one micro-batch. `root_s` are the (forward, backward) times of what no group
-    holds, before the first group and after each. The samples (bytes of all ranks, seconds) are all-gathers over
-    `ranks`, over fewer of them, and reduce-scatters. `odd` is what the rules of FSDP2 do not cover, or "".
+    Times are for one micro-batch, as medians over the steps. `root_s` are the (forward, backward) times of computation
+    outside all groups, before the first group and after each group. The samples (bytes of all ranks, seconds) are of
+    all-gathers over `ranks`, of all-gathers over fewer ranks, and of reduce-scatters. `odd` names something in the
+    trace that the rules of FSDP2 do not cover, or is "".
     """
 
     groups: tuple[ShardedGroup, ...]
@@ -223,7 +220,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Whole:
-    """The program of all ranks, with notes of its own; None if the traces lack what one needs: `lacking` says what."""
+    """The program of all ranks, with notes. If the traces lack something, `program` is None; `lacking` says what."""
 
     program: Program | None
     notes: Notes
@@ -234,12 +231,12 @@ class Whole:
 class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
-    `workload` is None if the trace lacks what a plan needs; `lacking` says what. The workload describes `rank`;
-    `others` are the workloads of the other steps that were read. `ranks` are the measurements of the step that the
-    workload and the timeline show, `steps` the measurements of all steps that were read. `transfers` are the
-    collectives of these steps on that rank. `workers` is the number of the job's workers, and `plan` what the step
-    sent; both are None if the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
-    shards the job, and `sharded` has the groups of FSDP2. `whole` is what all ranks compute and send.
+    If the trace lacks something that a plan needs, `workload` is None, and `lacking` says why. The workload describes
+    `rank`; `others` are the workloads of the other steps that were read. `ranks` are the measurements of the step in
+    the workload and the timeline, and `steps` the measurements of all steps that were read. `transfers` are the
+    collectives of these steps on that rank. `workers` is the number of the job's workers, and `plan` has the messages
+    that the step sent; both are None if the trace does not tell. If `on_device` is False, the host itself computes.
+    `fsdp` says whether FSDP shards the job, and `sharded` has the groups of FSDP2. `whole` is the program of all ranks.
     """
 
     workload: Workload | None
@@ -260,12 +257,12 @@ class Imported:
 
     @property
     def replicas(self) -> int | None:
-        """The number of workers that share gradients: their group's where the trace tells one, else the whole job's."""
+        """Return the number of workers that share gradients: the size of their group if known, or of the whole job."""
         group = self.gradients_group
         return len(group) if group else self.workers
 
     @property
     def gradients_group(self) -> tuple[int, ...]:
-        """The ranks among which all gradients are reduced; empty if the trace does not tell, or there are several."""
+        """Return the ranks among which all gradients are reduced, or () if there are several groups, or none known."""
         groups = {transfer.group for transfer in self.transfers if transfer.carries_gradients}
         return next(iter(groups)) if len(groups) == 1 else ()

@@ -1,1 +1,1 @@
-"""Predict the Timeline of a Workload under a Plan: on a Cluster (`collective`), or on every link (`flow`)."""
+"""Predict the timeline of a workload under a plan: on a `Cluster` (`collective`), or on every link (`flow`)."""

@@ -1,33 +1,26 @@
-"""The simulator by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
+"""Simulation by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
-This is the model that planners use (MG-WFBP section II, PACE section IV).
-Messages are sent one at a time, in the plan's order: each starts when the one
-before it has ended and every tensor in it is ready. An all-reduce of n bytes
-takes the cost of its collective, or, in chunks, the time that
-`legato.simulator.pipelining` computes. Each of the two halves into which it can
-be split (reduce_scatter and all_gather, push and pull) takes half of that, alpha/2 +
-beta/2 * n, but what gradients take to be added up belongs to the first half.
-Some collectives have no halves (`UNDIVIDED`). The `server` of a message has no
-effect at this fidelity.
+Planners use the same model (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the plan's order:
+each message starts when the previous message has ended and all tensors of this message are ready. An all-reduce of n
+bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining` computes. If an
+all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half of the time,
+alpha/2 + beta/2 * n. However, the time to add up gradients belongs to the first half. Some collectives have no halves
+(`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
 
-A worker computes on one stream: it runs its ops in `op_order`, each as soon as
-the stream is free and its inputs exist. With compute "unlimited" (PACE), every
-op runs as soon as its inputs exist. `period.py` defines these dependencies.
-Without forward overlap, optimizer and forward ops wait until the last message
-of the plan has arrived and is unpacked (earlier messages are unpacked while
-later ones are sent). With forward overlap, gradients are read from the buffers
-in which they arrived. Only partitioned tensors that are not contiguous in memory
-(`legato.core.layout`), and tensors that travel in a wire format, are copied: the
-worker's stream gathers each of them just before the first op that reads it. A
-message in a wire format has half of its bytes.
+A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs
+exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines the dependencies
+of ops. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and is
+unpacked (earlier messages are unpacked while later ones are sent). With forward overlap, gradients are read from the
+buffers in which they arrived. Two kinds of tensors are copied: partitioned tensors that are not contiguous in memory
+(`legato.core.layout`), and tensors that are sent in a wire format. The worker's stream gathers such a tensor just
+before the first op that reads it. A wire format halves the bytes of a message.
 
-[Note: contention] Where a processor both computes and sends (`Cluster.contention`),
-time goes by in stretches in which the stream runs one op, or none, and the network carries one message, or none. A
-message moves on at the pace 1 / (cost + delay) while an op runs, and at 1 / cost while none does. The op runs at the
-pace 1 - overhead / (cost + delay) while a message is in flight, but at `LEAST_PACE` at least. An op that produces
-gradients also copies them into their messages. Without forward overlap, a stream that waits for the last message
-meanwhile unpacks the messages that have arrived, while others are still on their way. With compute "unlimited" nothing
-contends.
+[Note: contention] If a processor both computes and sends (`Cluster.contention`), time is divided into intervals in
+which the stream runs at most one op and the network carries at most one message. A message proceeds at the pace 1 /
+(cost + delay) while an op runs, and at 1 / cost while no op runs. An op runs at the pace 1 - overhead / (cost + delay)
+while a message is in flight, but at least at `LEAST_PACE`. An op that produces gradients also copies them into their
+messages. Without forward overlap, a stream that waits for the last message unpacks messages that have already arrived.
+With compute "unlimited", there is no contention.
 
 All workers behave alike, so the timeline has the spans of worker 0 only.
 """
@@ -49,18 +42,18 @@ from legato.simulator.pipelining import message_s, second_half_s
 
 __all__ = ["LEAST_PACE", "iteration_time", "simulate"]
 
-#: Computation goes on at this pace at least, however much a message takes from it.
+#: The least pace of computation, however much a message takes from it.
 LEAST_PACE = 0.05
 _UNKNOWN = -1.0
-_UNPACKING = -1  # what a stream does that runs no op, but unpacks messages
+_UNPACKING = -1  # the stream runs no op, but unpacks messages
 _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 
 
 class _Priced(NamedTuple):
-    """A message's tensors, the ops for which it waits, and the seconds that it keeps the network busy.
+    """A message with its costs: its tensors, the ops for which it waits, and the seconds that it occupies the network.
 
-    The updated parameter of tensor t, which an all_gather of a sharded plan carries, is t + the number of tensors.
-    During computation it takes `delay_s` longer, and computation loses `overhead_s`.
+    In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + the number of
+    tensors. During computation, the message takes `delay_s` longer, and computation loses `overhead_s`.
     """
 
     tensors: list[int]
@@ -75,10 +68,9 @@ def simulate(
 ) -> Timeline:
     """Simulate one steady-state iteration of the plan, and return the timeline of worker 0.
 
-    Ops are in the lane "compute" (a span's kind is the op's phase), messages in
-    the lane "network"; ops and messages that take no time have no span.
-    `lower_bound_s` is stored in the Timeline. Raises `PlanError` if the plan
-    does not fit the workload or cluster, or if it can never finish.
+    Ops are in the lane "compute" (the kind of a span is the phase of its op), and messages in the lane "network". Ops
+    and messages that take no time have no span. `lower_bound_s` is stored in the timeline. Raises `PlanError` if the
+    plan does not fit the workload or cluster, or if it can never finish.
     """
     period = Period.of(workload)
     priced = _prepare(period, plan, cluster, compute)
@@ -98,7 +90,7 @@ def simulate(
 
 
 def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
-    """Return `simulate(...).iteration_s` without building the spans. Raises what `simulate` raises."""
+    """Return `simulate(...).iteration_s` without building spans. Raises the same errors as `simulate`."""
     period = Period.of(workload)
     return _run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster).iteration_s
 
@@ -109,12 +101,13 @@ def _label(message: Message) -> str:
 
 
 def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Priced]:
-    """Check the plan as far as that needs no simulation, and return its messages with their costs."""
+    """Check the plan as far as possible without simulation, and return its messages with their costs."""
     check_compute(compute)
     check_plan(plan, period.workload)
     backward_ends = _backward_ends(period, plan, compute) if plan.shard != "none" else []
     priced = []
-    aggregated: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (kind of a first half, tensor): from where to where
+    # the aggregated ranges of bytes, by (kind of a first half, tensor)
+    aggregated: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for i, message in enumerate(plan.messages):
         nbytes = message.wire_nbytes
         try:
@@ -134,7 +127,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
 
 
 def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
-    """The last ops that read the old parameters until new ones are gathered."""
+    """Return the last ops that read the old parameters, before new parameters are gathered."""
     backward = period.workload.phase_ops("backward")
     if compute == "one":
         mine = set(backward)
@@ -144,7 +137,7 @@ def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
 
 
 def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
-    """Raise `PlanError` if a second half comes before the first half of its bytes; note the bytes of a first half."""
+    """Raise `PlanError` if a second half precedes the first half of its bytes. Record the bytes of a first half."""
     first = _SECOND_HALF_OF.get(message.kind)
     for piece in message.slices:
         if first is None:
@@ -154,7 +147,7 @@ def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list
 
 
 def _seconds(cluster: Cluster, message: Message) -> float:
-    """Return a message's seconds on the network. Raises `InputError` if its collective is missing or has no halves."""
+    """Return a message's seconds on the network. Raises `InputError` if its collective is missing or lacks halves."""
     name, way = message.collective or cluster.default_collective, (message.depth, message.wire_nbytes)
     seconds = message_s(cluster, name, *way)
     if message.kind == "all_reduce":
@@ -166,7 +159,7 @@ def _seconds(cluster: Cluster, message: Message) -> float:
 
 
 def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
-    """Add a slice to sorted spans, none of which it overlaps; what follows one another is one span."""
+    """Add a slice to sorted spans that it does not overlap. Adjacent spans become one span."""
     start, stop = piece.start, piece.stop
     k = bisect(spans, (start, stop))
     if k < len(spans) and spans[k][0] == stop:
@@ -178,7 +171,7 @@ def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
 
 
 def _within(piece: Slice, spans: list[tuple[int, int]]) -> bool:
-    """Return whether one of these spans has all bytes of a slice."""
+    """Return whether one of these spans contains all bytes of a slice."""
     k = bisect(spans, (piece.start, math.inf)) - 1
     return k >= 0 and spans[k][1] >= piece.stop
 
@@ -199,10 +192,9 @@ def _run(period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cl
 class _Run:
     """The simulation of one iteration.
 
-    Two cursors, one over the ops in execution order and one over the messages,
-    advance as long as the times that they depend on are known. All times are
-    maxima and sums of earlier ones, so it does not matter which cursor advances
-    first. If neither can advance, the plan waits for itself.
+    One cursor goes over the ops in execution order, and another cursor over the messages. Each cursor advances as far
+    as the times that it needs are known. All times are maxima and sums of earlier times, so it does not matter which
+    cursor advances first. If neither cursor can advance, ops and messages of the plan wait for each other.
     """
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
@@ -221,18 +213,18 @@ class _Run:
         self.message_start: list[float] = []
         self.message_end: list[float] = []
         arriving = len(period.ready_op) * (2 if self.sharded else 1)
-        self.arrival = [0.0] * arriving  # when the last byte so far arrives
-        self.missing = [0] * arriving  # messages that have not been sent yet
+        self.arrival = [0.0] * arriving  # by tensor, when its last byte so far arrives
+        self.missing = [0] * arriving  # by tensor, the number of its messages that have not been sent yet
         for message in priced:
             for t in message.tensors:
                 self.missing[t] += 1
-        self.stream = self.network = 0.0  # free from here on
+        self.stream = self.network = 0.0  # the times since which the stream and the network are free
         self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * cluster.unpack_s_per_byte
         self.gather_s = self._gather_s(cluster) if plan.forward_overlap else {}
         self.computed = 0
 
     def _shard(self, workers: int) -> None:
-        """Let optimizer ops update a shard, and forward ops read what is gathered then ([Note: shards])."""
+        """Let optimizer ops update a shard, and forward ops read the gathered parameters ([Note: shards])."""
         period, ops = self.period, self.period.workload.ops
         self.duration, self.reads = list(period.duration_s), list(period.reads)
         for i, op in enumerate(ops):
@@ -245,7 +237,7 @@ class _Run:
             self.order = [*backward, *period.updates_by_arrival(self.plan.messages), *forward]
 
     def _gather_s(self, cluster: Cluster) -> dict[int, float]:
-        """Seconds that an op spends on gathering gradients before it starts, by op."""
+        """Return the seconds that each op needs to gather gradients before it starts, by op."""
         tensors = self.period.workload.tensors
         if not cluster.unpack_s_per_byte:
             return {}
@@ -262,7 +254,7 @@ class _Run:
         return gather_s
 
     def _copied(self, sizes: dict[str, int], workers: int) -> list[str]:
-        """The tensors whose gradients cannot be read where they arrive."""
+        """Return the tensors whose gradients cannot be read from the buffers in which they arrive."""
         rounded = [message for message in self.plan.messages if message.wire is not None]
         names = [name for message in rounded for name in message.tensors]
         exact = [message for message in self.plan.messages if message.wire is None] if rounded else self.plan.messages
@@ -273,7 +265,7 @@ class _Run:
         return max(self.network + self.unpack_s, max(self.op_end))
 
     def run(self) -> None:
-        """Compute all times. Raises `PlanError` if the plan waits for itself."""
+        """Compute all times. Raises `PlanError` if ops and messages of the plan wait for each other."""
         while self.computed < len(self.order) or len(self.message_start) < len(self.messages):
             before = self.computed + len(self.message_start)
             self.compute()
@@ -282,7 +274,7 @@ class _Run:
                 raise PlanError(self.deadlock())
 
     def compute(self) -> None:
-        """Run ops, up to the first that waits for a message that has not been sent."""
+        """Run ops up to the first op that waits for an unsent message."""
         reads, waits, duration = self.reads, self.period.waits, self.duration
         op_end, all_sent = self.op_end, len(self.message_start) == len(self.messages)
         while self.computed < len(self.order):
@@ -305,7 +297,7 @@ class _Run:
             self.computed += 1
 
     def send(self) -> None:
-        """Send messages, up to the first that waits for an op that has not run."""
+        """Send messages up to the first message that waits for an op that has not run."""
         op_end = self.op_end
         while len(self.message_start) < len(self.messages):
             message = self.messages[len(self.message_start)]
@@ -317,7 +309,7 @@ class _Run:
             self.arrives(message, start + message.cost_s)
 
     def arrives(self, message: _Priced, moment: float) -> None:
-        """Note that the message in flight has arrived."""
+        """Record the arrival of the message in flight."""
         self.network = moment
         self.message_end.append(moment)
         for t in message.tensors:
@@ -325,7 +317,7 @@ class _Run:
             self.missing[t] -= 1
 
     def deadlock(self) -> str:
-        """Say why neither cursor can advance: a message waits for an op that comes after an op that waits for it."""
+        """Say why neither cursor can advance: an op waits for a message, which waits for a later op."""
         period, sent, stuck = self.period, len(self.message_start), self.order[self.computed]
         ops, tensors = period.workload.ops, period.workload.tensors
         late = next(op for op in self.messages[sent].waits if self.op_end[op] == _UNKNOWN)
@@ -346,7 +338,7 @@ class _Run:
 
 
 class _ContendedRun(_Run):
-    """The same, where messages and computation slow each other down ([Note: contention])."""
+    """The simulation of one iteration if messages and computation slow each other down ([Note: contention])."""
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
         super().__init__(period, plan, priced, compute, cluster)
@@ -355,13 +347,16 @@ class _ContendedRun(_Run):
         for t, tensor in enumerate(period.workload.tensors):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
-        self.packed_bytes = 0  # that have arrived and are still to be unpacked
-        self.ready = 0  # ops at the beginning of those for which the next message waits that are known to have ended
-        self.read = 0  # tensors at the beginning of what the next op reads that are known to be there
+        self.packed_bytes = 0  # the bytes that have arrived and are still to be unpacked
+        # the next message waits for ops; this number of them, from the first on, have ended
+        self.ready = 0
+        # the next op reads tensors; this number of them, from the first on, have arrived
+        self.read = 0
 
     def run(self) -> None:
-        """Go from one moment to the next at which an op or a message begins or ends."""
-        now = op_left = message_left = 0.0  # seconds of computation, and a fraction of the message, still to go
+        """Compute all times by going through the moments at which an op or a message begins or ends."""
+        # remaining seconds of computation, and the remaining fraction of the message
+        now = op_left = message_left = 0.0
         op = message = None
         while self.computed < len(self.order) or len(self.message_end) < len(self.messages):
             if op is None and self.computed < len(self.order):
@@ -390,7 +385,7 @@ class _ContendedRun(_Run):
                     message_left -= step / busy_s
 
     def begun_op(self, now: float) -> tuple[int | None, float]:
-        """Return what the free stream begins now (None: nothing), and the seconds that it takes."""
+        """Return the work that the free stream begins now (or None), and its seconds."""
         i = self.order[self.computed]
         if self.packed_bytes and self.waits_for_last[i]:
             unpack_s, self.packed_bytes = self.packed_bytes * self.unpack_s_per_byte, 0
@@ -414,7 +409,7 @@ class _ContendedRun(_Run):
         super().arrives(message, moment)
 
     def may_run(self, i: int) -> bool:
-        """Return whether the free stream may run op i, its next one, now."""
+        """Return whether the free stream may now run op i, its next op."""
         if self.backward[i]:
             return True
         if self.waits_for_last[i]:
@@ -425,7 +420,7 @@ class _ContendedRun(_Run):
         return self.read == len(reads)
 
     def may_send(self, k: int) -> bool:
-        """Return whether the gradients (or updated parameters) of message k, the next one, are ready."""
+        """Return whether the gradients (or updated parameters) of message k, the next message, are ready."""
         waits = self.messages[k].waits
         while self.ready < len(waits) and self.op_end[waits[self.ready]] != _UNKNOWN:
             self.ready += 1
@@ -433,7 +428,7 @@ class _ContendedRun(_Run):
 
 
 def _paces(message: _Priced, *, computes: bool) -> tuple[float, float]:
-    """Return the seconds that the message takes, and the pace of computation meanwhile."""
+    """Return the seconds of the message, and the pace of computation during the message."""
     if not computes:
         return message.cost_s, 1.0
     busy_s = message.cost_s + message.delay_s

@@ -1,12 +1,11 @@
-"""The dependencies within one period of steady-state training.
+"""The dependencies within one period (iteration) of steady-state training.
 
     backward of this iteration ──► gradients on the network ──► optimizer ──► forward of the next
 
-The period starts with the backward pass. At that moment the results of the
-previous forward pass exist and the network is idle, so dependencies on that
-forward pass are left out. The remaining dependencies form a directed graph
-without cycles, which is the same for every plan. In a sharded plan the all-gathers come
-between the optimizer and the forward ops; `updates_by_arrival` is for these plans.
+The period starts with the backward pass. When the period starts, the results of the previous forward pass exist and the
+network is idle, so dependencies on that forward pass are left out. The remaining dependencies form a directed graph
+without cycles, which is the same for every plan. In a sharded plan the all-gathers come between the optimizer and the
+forward ops; `updates_by_arrival` is for these plans.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ def check_compute(compute: str) -> None:
 class Period:
     """The ops and tensors of a workload as lists of indices, for many simulations.
 
-    `duration_s[op]`: seconds; `waits[op]`: the ops of this period that must end
-    before it starts; `reads[op]`: the tensors that must have arrived before it
-    starts; `ready_op[tensor]`: the op that produces the gradient; `updates[tensor]`:
-    the optimizer ops that apply it;
-    `tensor_id[name]`; `topological`: an order (backward, optimizer, forward) in
-    which every op comes after the ops it waits for; `captured`:
-    `Workload.iteration_order()`.
+    `duration_s[op]` is the duration of an op in seconds. `waits[op]` are the ops of this period that must end before
+    the op starts, and `reads[op]` are the tensors that must have arrived before it starts. `ready_op[tensor]` is the op
+    that produces the gradient, and `updates[tensor]` are the optimizer ops that apply it. `tensor_id[name]` is the
+    index of a tensor. `topological` is an order (backward, optimizer, forward) in which every op comes after the ops
+    for which it waits. `captured` is `Workload.iteration_order()`.
     """
 
     __slots__ = (
@@ -57,7 +54,7 @@ class Period:
 
     @classmethod
     def of(cls, workload: Workload) -> Period:
-        """Return the period of a workload. It is computed once and kept with the workload, which is immutable."""
+        """Return the period of a workload, which is computed once and cached in the (immutable) workload."""
         kept: dict[str, Any] = workload.__dict__
         if "period" not in kept:
             kept["period"] = cls(workload)
@@ -70,7 +67,7 @@ class Period:
         self.duration_s = [op.duration_s for op in ops]
         self.waits: list[list[int]] = [
             list(op.deps)
-            if op.phase == "forward"  # forward ops depend on forward ops only
+            if op.phase == "forward"  # forward ops depend only on forward ops
             else [dep for dep in op.deps if ops[dep].phase != "forward"]
             for op in ops
         ]
@@ -91,10 +88,10 @@ class Period:
         self.captured = workload.iteration_order()
 
     def updates_by_arrival(self, messages: Iterable[Message]) -> list[int]:
-        """Return the optimizer ops in the order in which the last reduce_scatter of what they read arrives.
+        """Return the optimizer ops in the order in which the last reduce_scatter that they need arrives.
 
-        An op stands after those that it depends on. Of ops whose gradients come with the
-        same message, the one that the forward pass needs first comes first.
+        An op comes after the ops on which it depends. If several ops wait for the same message, the op that the forward
+        pass needs first comes first.
         """
         ops = self.workload.ops
         last = {

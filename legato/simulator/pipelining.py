@@ -1,9 +1,8 @@
-"""The time of a collective in chunks: while one chunk is added up, another one is sent.
+"""The time of a collective in chunks: while one chunk is added up, another chunk is sent.
 
-In each round a worker sends, adds up what it received, and then sends the sum
-on; the network is idle while the worker adds. If a message is split into d
-chunks (the *depth*), both can be busy, but every latency is paid d times
-(Caramel, section 4.4 and Figure 13).
+In each round, a worker sends, adds up the bytes that it received, and then sends the sum on; the network is idle while
+the worker adds. If a message is split into d chunks (the *depth*), network and worker can be busy at the same time, but
+every latency is paid d times (Caramel, section 4.4 and Figure 13).
 
 A worker's link carries one chunk at a time, which takes `latency + byte * bytes`
 seconds per round; the worker adds up one chunk at a time, which takes
@@ -14,16 +13,15 @@ each of which a chunk takes x to send and y to add up,
 
     T(d) = max(2 R d x,  (R-1) P + x + max(y + d R x, d y + R x)),   P = max(d x, d y, x + y)
 
-Either the link is never idle; or each of R-1 reducing rounds takes P, the time
-of their bottleneck (the link, the addition, or both in turn: with d = 1 they
-cannot overlap), and after the last reducing round, distribution waits for the
-sum of the first chunk or for the sum of the last one.
+The first term of T(d) holds if the link is never idle. In the second term, each of R-1 reducing rounds takes P, the
+time of the round's bottleneck (the link, the addition, or both in turn, since with d = 1 they cannot overlap). After
+the last reducing round, distribution waits for the sum of the first chunk or of the last chunk.
 
-Rounds and bytes come from the collective (`legato.collectives`). Where rounds differ, as in halving-doubling, `_rounds`
+Rounds and bytes come from the collective (`legato.collectives`). If rounds differ, as in halving-doubling, `_rounds`
 simulates them one by one. With depth 1, all times are the linear costs of `Cluster.derive`.
 
-A second half adds nothing up, and takes half of what the whole would take if
-additions took no time; the first half takes the rest.
+The second half of a message adds nothing up. The second half takes half of the time that the whole message would take
+if additions took no time, and the first half takes the rest.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ __all__ = ["message_s", "pipelined_s", "second_half_s"]
 def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
     """Return the seconds of an all-reduce of `nbytes` bytes on a cluster.
 
-    If this depth or a smaller one was measured, the measured cost is used; if
-    the cluster's costs were derived, `pipelined_s`; otherwise the cost of one
-    chunk. Raises `InputError` on a collective that the cluster lacks.
+    If the cluster has a measured cost for this depth or a smaller one, that cost is used. If the cluster's costs were
+    derived, `pipelined_s` is used. In all other cases, the cost of one chunk is used. Raises `InputError` on a
+    collective that the cluster lacks.
     """
     name = cluster.default_collective if collective is None else collective
     cost = cluster.cost(name, depth)
@@ -110,7 +108,7 @@ def pipelined_s(
 
 
 def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
-    """The closed form T(d) of rounds that all take the same time."""
+    """Return the closed form T(d) for rounds that all take the same time."""
     period = max(depth * send, depth * add, send + add)
     distribute = rounds * send
     last = send + max(add + depth * distribute, depth * add + distribute)
@@ -118,7 +116,7 @@ def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
 
 
 def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
-    """The time for any rounds (seconds to send, seconds to add up): simulate every chunk in every round."""
+    """Return the time for any rounds (seconds to send, seconds to add up), by simulating every chunk in every round."""
     link = adder = 0.0
     summed = [0.0] * depth
     for send, add in rounds:

@@ -1,5 +1,5 @@
-"""MLCommons Chakra execution traces.
+"""Import and export of MLCommons Chakra execution traces.
 
-`importer` turns a graph of nodes into a workload, `export` writes a plan as such
-a graph; `file` reads and frames the messages of a file, `schema` defines them.
+`importer` turns a graph of nodes into a workload, and `export` writes a plan as a graph. `file` reads and writes the
+messages of a file, and `schema` defines them.
 """

@@ -1,10 +1,9 @@
-"""Writes the execution of a plan as a Chakra trace, which other simulators can run.
+"""Write the execution of a plan as a Chakra trace, which other simulators can run.
 
-The trace is one period as in `core.plan`: the backward pass, the messages, the
-updates, the next forward pass. Data dependencies express what a node needs: a
-message needs the ops that make its gradients, an op needs the ops and messages
-whose results it reads. Control dependencies express what the plan decides: the
-order of the messages, and the order of the ops on the one stream.
+The trace shows one iteration: the backward pass, the messages, the updates, the next forward pass. Data dependencies
+express the inputs of nodes: a message needs the ops that produce its gradients, and an op needs the ops and messages
+whose results it reads. Control dependencies express the decisions of the plan: the order of the messages, and the order
+of the ops on the one stream.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ _NOTHING_S = 1e-9
 
 
 def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
-    """The bytes of one rank's `.et` file, which is the same for all ranks of a data-parallel job.
+    """Return the bytes of one rank's `.et` file, which is the same for all ranks of a data-parallel job.
 
-    `timeline` is a predicted or measured timeline of the plan and gives the
-    times. Starts and ends are rounded to whole microseconds, so rounding errors
-    do not add up; the attribute `duration_s` has the exact duration. Raises
-    `PlanError` when the plan or the timeline does not fit the workload, and
-    `InputError` for a plan with parameter servers, whose transfers are not
-    collectives, with shards, or with messages in a wire format.
+    The times come from `timeline`, a predicted or measured timeline of the plan. Starts and ends are rounded to whole
+    microseconds, so rounding errors do not add up; the attribute `duration_s` has the exact duration. Raises
+    `PlanError` if the plan or the timeline does not fit the workload. Raises `InputError` for a plan with shards, with
+    messages in a wire format, or with parameter servers, since pushes and pulls are not collectives.
     """
     check_plan(plan, workload)
     if plan.shard != "none":
@@ -71,7 +68,7 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
 
 
 def _spans(workload: Workload, plan: Plan, timeline: Timeline, order: Sequence[int]) -> tuple[list[Span], list[Span]]:
-    """The spans of the first worker's ops and messages, in order of start."""
+    """Return the spans of the first worker's ops and of its messages, in order of start."""
     first = min((s.worker for s in timeline.spans), default=0)
     mine = sorted((s for s in timeline.spans if s.worker == first), key=lambda s: (s.start_s, s.end_s))
     network = [s for s in mine if s.kind == "message"]
@@ -83,7 +80,7 @@ def _spans(workload: Workload, plan: Plan, timeline: Timeline, order: Sequence[i
         op = workload.ops[index]
         if left and left[-1].name == op.name and (op.duration_s > 0 or left[-1].end_s == left[-1].start_s):
             compute.append(left.pop())
-        elif op.duration_s < _NOTHING_S:  # so short an op may have no span
+        elif op.duration_s < _NOTHING_S:  # such a short op may have no span
             compute.append(Span(first, "compute", op.name, clock, clock, op.phase))
         else:
             raise PlanError(
@@ -94,7 +91,7 @@ def _spans(workload: Workload, plan: Plan, timeline: Timeline, order: Sequence[i
 
 
 def _covering(workload: Workload, plan: Plan) -> dict[str, list[int]]:
-    """For each tensor the messages after which all workers have its reduced gradient."""
+    """Return, for each tensor, the messages after which all workers have its reduced gradient."""
     found: dict[str, list[int]] = {tensor.name: [] for tensor in workload.tensors}
     for number, message in enumerate(plan.messages):
         for piece in message.slices:
@@ -104,7 +101,7 @@ def _covering(workload: Workload, plan: Plan) -> dict[str, list[int]]:
 
 
 def _op_needs(workload: Workload, plan: Plan, op: int, covering: dict[str, list[int]]) -> set[int]:
-    """The nodes on which an op depends: ops of this period, and messages."""
+    """Return the nodes on which an op depends: ops of this iteration, and messages."""
     ops, first_message = workload.ops, len(workload.ops)
     phase = ops[op].phase
     needs = {dep for dep in ops[op].deps if phase == "forward" or ops[dep].phase != "forward"}
@@ -121,7 +118,7 @@ def _op_needs(workload: Workload, plan: Plan, op: int, covering: dict[str, list[
 
 
 def _message_needs(workload: Workload, plan: Plan, number: int) -> set[int]:
-    """The ops that make a message's gradients; for an all-gather the reduce-scatters of its tensors."""
+    """Return the nodes that a message needs: ops that produce its gradients, or an all-gather's reduce-scatters."""
     names = {piece.tensor for piece in plan.messages[number].slices}
     if plan.messages[number].kind != "all_gather":
         return {tensor.ready_after for tensor in workload.tensors if tensor.name in names}
@@ -133,7 +130,7 @@ def _message_needs(workload: Workload, plan: Plan, number: int) -> set[int]:
 
 
 def _message_name(message: Message, number: int, workload: Workload) -> str:
-    """The name of the tensor if the message is exactly one tensor, else its number."""
+    """Return the name of the tensor if the message is exactly one tensor, and otherwise the message's number."""
     piece = message.slices[0]
     size = next(tensor.nbytes for tensor in workload.tensors if tensor.name == piece.tensor)
     return piece.tensor if len(message.slices) == 1 and piece.nbytes == size else f"message {number}"

@@ -1,4 +1,4 @@
-"""Reads and writes the framing of Chakra `.et` files: protobuf messages, each preceded by its length as a varint."""
+"""Read and write the framing of Chakra `.et` files: each protobuf message comes after its length (a varint)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from legato.ingest.source import MOST_BYTES, Progress, one_line, read_blocks
 
 __all__ = ["TraceNode", "frame", "read_nodes"]
 
-#: A longer message is an error: a node has a few hundred bytes, a few thousand with long lists of tensors.
+#: A longer message is an error. A node has a few hundred bytes, or a few thousand with long lists of tensors.
 _LONGEST_BYTES = 16 * 2**20
 _LARGEST = 2**62
 
 
 @dataclass(frozen=True)
 class TraceNode:
-    """The fields of a node that are used; `micros` is its duration in microseconds."""
+    """The fields of a node that legato uses; `micros` is its duration in microseconds."""
 
     id: int
     name: str
@@ -36,7 +36,7 @@ class TraceNode:
 
 
 def frame(message: Any) -> bytes:
-    """The bytes of a message in a file, with its length."""
+    """Return the bytes of a message in a file, preceded by its length."""
     data = message.SerializeToString()
     length, head = len(data), bytearray()
     while length > 127:
@@ -47,7 +47,7 @@ def frame(message: Any) -> bytes:
 
 
 def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
-    """Read the nodes of a file in file order. Raises `FileError` when it is no Chakra trace or an id occurs twice."""
+    """Read the nodes of a file in file order. Raises `FileError` if the file is no Chakra trace or repeats an id."""
     nodes: list[TraceNode] = []
     seen = set()
     for number, data in enumerate(_messages(path, read_blocks(path, progress, MOST_BYTES))):
@@ -87,7 +87,7 @@ def _messages(path: Path, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _length(path: Path, data: bytes, at: int) -> tuple[int, int] | None:
-    """(length, position of the message), or None if the varint is incomplete."""
+    """Return (length, position of the message), or None if the varint is incomplete."""
     length = 0
     for shift, byte in enumerate(data[at : at + 5]):
         length |= (byte & 127) << 7 * shift

@@ -1,17 +1,16 @@
-"""Imports Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
+"""Import Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
 
-[Note: what is taken from a graph]
-A trace of a GPU has nodes of the host (`is_cpu_op`) and of the device. The device's nodes are the computation; the
-host's nodes only tell which thread launched them. Converters let a kernel depend on host operators and not on the
-kernels that made its inputs, so kernels keep their order. Without a device, the host's nodes are the computation. Nodes
-are ordered by their data dependencies, and by their control dependencies if these are sound; ties are broken by id.
-Some converters write control dependencies on nodes that are missing from the file, or let a node depend on
-itself. Their control dependencies only tell which host operator launched a kernel.
+[Note: what is taken from a graph] A trace of a GPU has nodes of the host (`is_cpu_op`) and of the device. The device's
+nodes are the computation; the host's nodes only tell which thread launched a kernel. Converters let a kernel depend on
+host operators, but not on the kernels that produced its inputs, so kernels keep their order. In a trace without a
+device, the host's nodes are the computation. Nodes are ordered by their data dependencies, and by their control
+dependencies if these are sound; ties are broken by id. Some converters write control dependencies on nodes that are
+missing from the file, or let a node depend on itself. In files of these converters, control dependencies only tell
+which host operator launched a kernel.
 
-A gradient is an all-reduce or reduce-scatter; it is ready after the last
-backward op on which it depends. Its readers are the forward ops that depend on
-it (only in a trace of one period that begins with the backward pass, as legato
-writes it); otherwise they are found by position (see `assemble`).
+Each all-reduce or reduce-scatter is a gradient, which is ready after the last backward op on which it depends. In a
+trace that begins with the backward pass, as legato writes it, the readers of a gradient are the forward ops that depend
+on it. In other traces, readers are found by position (see `assemble`).
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
 def import_chakra(
     paths: Sequence[Path], *, name: str | None = None, rank: int | None = None, progress: Progress | None = None
 ) -> Imported:
-    """Import the `.et` files of one or more ranks; the workload describes one of these ranks.
+    """Import the `.et` files of one or more ranks; the workload describes one of the ranks.
 
-    Raises `FileError` when a file is not a Chakra trace or its dependencies have
-    a cycle, and `InputError` when there is no such rank.
+    Raises `FileError` if a file is not a Chakra trace or its dependencies have a cycle, and `InputError` if `rank` is
+    not among the files.
     """
     notes = Notes()
     ranks = _ranks(paths)
@@ -77,10 +76,10 @@ def import_chakra(
 def import_chakra_program(
     paths: Sequence[Path], *, name: str | None = None, progress: Progress | None = None
 ) -> Imported:
-    """Import what all ranks compute and send, from the graphs of all of them.
+    """Import the program of a job (computation and communication) from the graphs of all ranks.
 
-    Converted profiles are refused if no node depends on the kernel of a collective. Raises what `import_chakra` raises,
-    and `InputError` where the graphs contradict each other.
+    Raises `InputError` if the graphs contradict each other, or for a converted profile in which no node depends on the
+    kernel of a collective. Also raises the errors of `import_chakra`.
     """
     notes, ranks, graphs = Notes(), _ranks(paths), dict[int, RankGraph]()
     for rank, path in ranks.items():
@@ -96,7 +95,7 @@ def import_chakra_program(
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
-    """Files by rank: `<prefix>.<rank>.et`, else by position."""
+    """Return the files by rank. The rank is in the file name (`<prefix>.<rank>.et`), or is the file's position."""
     found: dict[int, Path] = {}
     for position, path in enumerate(paths):
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
@@ -160,7 +159,7 @@ class _Graph:
             return not on_device or node.attributes.get("is_cpu_op") is False
         if node.type in SEND_RECEIVE:
             return True
-        # A collective that carries no gradients is an op; an all-gather after a reduce-scatter carries gradients.
+        # A collective that carries no gradients is an op. An all-gather after a reduce-scatter carries gradients.
         if not _is_transfer(node) or _kind_and_size(node)[0] in GRADIENT_KINDS:
             return False
         return not any(self._scatters(dep) for dep in node.data_deps)
@@ -170,7 +169,7 @@ class _Graph:
         return node is not None and _is_transfer(node) and _kind_and_size(node)[0] == "reduce_scatter"
 
     def _sorted(self, nodes: list[TraceNode]) -> list[TraceNode]:
-        """All nodes in topological order. Raises `FileError` if the data dependencies have a cycle."""
+        """Return all nodes in topological order. Raises `FileError` if the data dependencies have a cycle."""
         unknown = sum(d not in self._nodes for n in nodes for d in n.data_deps)
         if unknown:
             self._notes.lacks(f"{count(unknown, 'node')} that others depend on", "missing nodes are done at the start")
@@ -186,7 +185,7 @@ class _Graph:
         return order
 
     def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
-        """Kahn's algorithm with ties broken by id; leaves out the nodes of cycles and their successors."""
+        """Return nodes in topological order (Kahn's algorithm, ties by id), without cycles and their successors."""
         left: dict[int, int] = {}
         feeds: dict[int, list[int]] = {}
         for key, deps in needs.items():
@@ -207,7 +206,7 @@ class _Graph:
         return order
 
     def _cycle(self, stuck: set[int]) -> list[int]:
-        """The ids of the nodes of one cycle, at most eight."""
+        """Return the ids of the nodes of one cycle, at most eight."""
         at, path = min(stuck), dict[int, int]()
         while at not in path:
             path[at] = len(path)
@@ -216,7 +215,7 @@ class _Graph:
         return found if len(found) <= 8 else [*found[:7], found[-1]]
 
     def _phased(self) -> dict[int, Phase]:
-        """The phase of each kept node: from its attribute, else from threads, from names or from positions."""
+        """Return the phase of each kept node: from its attribute, or else its thread, its name or its position."""
         said: dict[int, Phase] = {
             n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _PHASES
         }
@@ -244,7 +243,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Phases from the ids, which grow as operators run, of autograd's thread, which runs `*_backward`."""
+        """Return phases from the ids of nodes on autograd's thread, which runs `*_backward`. Ids grow over time."""
         threads = {
             n.attributes.get("tid")
             for n in self.order
@@ -261,7 +260,7 @@ class _Graph:
         return phases
 
     def _contracted(self) -> dict[int, set[int]]:
-        """For each node the kept nodes and collectives that it needs, directly or through other nodes."""
+        """Return, for each node, the kept nodes and collectives that it needs, directly or through other nodes."""
         needs: dict[int, set[int]] = {}
         total = 0
         for node in self.order:
@@ -278,11 +277,11 @@ class _Graph:
 
     @property
     def computing(self) -> set[int]:
-        """The nodes that are ops, without sends and receives."""
+        """Return the nodes that are ops, without sends and receives."""
         return {node.id for node in self._kept if node.type not in SEND_RECEIVE}
 
     def ops(self) -> list[TracedOp]:
-        """The ops with their dependencies."""
+        """Return the ops with their dependencies."""
         found = []
         for node in self._kept:
             exact = node.attributes.get("duration_s")
@@ -295,7 +294,7 @@ class _Graph:
         return found
 
     def gradients(self) -> list[Gradient]:
-        """The gradients that transfers carry; a transfer without a size is left out, with a note."""
+        """Return the gradients that transfers carry. A transfer without a size is left out, with a note."""
         transfers = [n for n in self.order if _carries_gradients(n)]
         found, names, readers = [], set[str](), self._readers()
         for number, node in enumerate(transfers):
@@ -309,7 +308,7 @@ class _Graph:
         return found
 
     def _readers(self) -> dict[int, tuple[int, ...]]:
-        """For each transfer the forward ops that need it, if there are any."""
+        """Return, for each transfer, the forward ops that need it, if there are any."""
         found: dict[int, list[int]] = {}
         for node in self._kept:
             for dep in self._needs[node.id]:
@@ -318,7 +317,7 @@ class _Graph:
         return {dep: tuple(readers) for dep, readers in found.items()}
 
     def _ready_after(self, transfer: TraceNode) -> int:
-        """The op after which a transfer's gradients are ready."""
+        """Return the op after which a transfer's gradients are ready."""
         if self.streamed:
             return self._latest_by_id[bisect.bisect_left(self._ids, transfer.id)]
         before = (self._place[d] for d in self._needs[transfer.id] if d in self._place)

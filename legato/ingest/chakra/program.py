@@ -1,9 +1,9 @@
 """The program of a job from the Chakra graphs of all ranks.
 
-A rank computes its nodes in the order of their dependencies, with ties broken by id. It starts a communication when
-everything is computed on which it depends; communications of one group start in order. A node waits for the
-communications on which it depends, directly or through nodes without computation. At the end of its graph, a rank waits
-for all communications that nothing else has waited for.
+A rank computes its nodes in the order of their dependencies, with ties broken by id. A rank starts a communication once
+it has computed everything on which the communication depends. Communications of one group start in order. A node waits
+for the communications on which it depends, directly or through nodes without computation. At the end of its graph, a
+rank waits for all communications for which no node has waited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from legato.ingest.traced import Notes, TracedTransfer
 
 __all__ = ["MOST_NEEDS", "RankGraph", "program"]
 
-#: More dependencies are an error: a trace of a gigabyte has fewer, and more would fill the memory.
+#: The most dependencies. A trace of a gigabyte has fewer, and more would not fit into memory.
 MOST_NEEDS = 2**25
 
 
@@ -39,8 +39,8 @@ class RankGraph(NamedTuple):
     def of(
         cls, order: Sequence[TraceNode], computing: Set[int], collectives: Mapping[int, tuple[str, int | None]]
     ) -> RankGraph:
-        """Return the graph of nodes in an order of their dependencies; those without computation run early."""
-        behind: dict[int, int] = {}  # how many nodes compute before each has run
+        """Return the graph of nodes in dependency order, with nodes without computation as early as possible."""
+        behind: dict[int, int] = {}  # by node, how many computing nodes run before it
         latest: dict[object, int] = {}
         computed = 0
         for node in order:
@@ -59,7 +59,7 @@ class RankGraph(NamedTuple):
 
 
 def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program:
-    """Return the program of all ranks' graphs. Raises `InputError` if they contradict each other or lack a rank."""
+    """Return the program of all ranks' graphs. Raises `InputError` on contradictions or a missing rank."""
     number = len(graphs)
     if number < 2 or set(range(number)) != graphs.keys():
         raise InputError(f"graphs of {ranks_in_words(sorted(graphs))} (expected graphs of all ranks, from 0 on)")
@@ -82,7 +82,7 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
 
 
 def _members(graphs: Mapping[int, RankGraph]) -> dict[object, list[int]]:
-    """Return the ranks whose graphs have collectives of each process group, by its name."""
+    """Return, by the name of each process group, the ranks whose graphs have its collectives."""
     found: dict[object, list[int]] = {}
     for rank, graph in sorted(graphs.items()):
         for group in {_group(node) for node in graph.order if node.id in graph.collectives}:
@@ -95,7 +95,7 @@ def _group(node: TraceNode) -> object:
 
 
 def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[int]]) -> TracedTransfer:
-    """Return a node as a transfer; nodes written by legato carry gradients, and have the bytes of their results."""
+    """Return a node as a transfer. A node that legato wrote carries gradients."""
     told, seconds = node.attributes, graph.seconds(node)
     if node.type in SEND_RECEIVE:
         sends = node.type == SEND_RECEIVE[0]
@@ -121,9 +121,12 @@ def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[i
 
 
 def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Joint]) -> list[Action]:
-    """Return what a rank does; `numbers` has its communications by node. In one group, these run in turn anyway."""
+    """Return the actions of a rank. `numbers` has the number of each node's communication.
+
+    Communications of one group need no dependencies, since they run one after another anyway.
+    """
     result: list[Action] = []
-    needs: dict[int, set[int]] = {}  # the communications that a node needs and that nothing before it has awaited
+    needs: dict[int, set[int]] = {}  # the communications that each node needs and for which no earlier node has waited
     waited: set[int] = set()
     total = 0
     for node in graph.order:

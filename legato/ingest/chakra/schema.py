@@ -1,7 +1,7 @@
 """The messages of a Chakra execution trace as protobuf classes.
 
-The field numbers are taken from MLCommons Chakra's `et_def.proto`. A file holds one `GlobalMetadata`, then `Node`s. The
-descriptor is built in Python, so no generated module and no protobuf compiler is needed.
+The field numbers come from MLCommons Chakra's `et_def.proto`. A file has one `GlobalMetadata`, followed by `Node`s. The
+descriptor is built in Python, so neither a generated module nor a protobuf compiler is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ COLLECTIVES = (
     "barrier",
 )
 
-#: The value of an attribute has one of these types or is a list of one; from 3 on, each type takes two field numbers.
+#: The value of an attribute has one of these types, or is a list of one type. From index 3 on, each type has two field
+#: numbers.
 _VALUES = (
     "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64",
     "fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes",
@@ -59,7 +60,7 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 def _message(
     file: descriptor_pb2.FileDescriptorProto, name: str, fields: list[tuple[str, int, str]], one_of: int | None = None
 ) -> None:
-    """Add a message type; a star marks a repeated field, and the fields from index `one_of` on form a oneof."""
+    """Add a message type. A star marks a repeated field; the fields from index `one_of` on form a oneof."""
     message = file.message_type.add(name=name)
     if one_of is not None:
         message.oneof_decl.add(name="value")

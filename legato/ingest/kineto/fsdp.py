@@ -1,12 +1,12 @@
-"""The groups of FSDP2 in the steps of a trace: what each gathers and reduces, and what is computed between.
+"""The groups of FSDP2 in the steps of a trace: their gathers, their reductions, and their computation.
 
-[Note: the marks of FSDP2]
-On the host, `fully_shard` marks the hooks of each group (`FSDP::pre_forward (layers.0)`), and inside of them what it
-does itself (`FSDP::all_gather (layers.0)`). What the host launches from a group's pre-forward hook to its post-forward
-hook, or from its pre-backward hook until it reduces, is the group's computation; of groups inside of others, the
-innermost counts. What no group holds is the root's, whose marks name no module. The hook of a list of modules runs
-before each of them, but its name has them in the order of `named_modules()`. Time in which a device waits for its host
-counts with the computation after it, because no groups change it.
+[Note: the marks of FSDP2] On the host, `fully_shard` marks the hooks of each group (`FSDP::pre_forward (layers.0)`),
+and inside each hook its own work (`FSDP::all_gather (layers.0)`). The computation of a group is what the host launches
+from the group's pre-forward hook to its post-forward hook, and from its pre-backward hook to its reduction. If groups
+are nested, computation belongs to the innermost group. Computation outside all groups belongs to the root, whose marks
+name no module. The hook of a list of modules runs before each module of the list, but its name lists them in the order
+of `named_modules()`. Time in which a device waits for its host counts with the computation after it, because this time
+does not depend on the groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["sharded"]
 
 _NAME = re.compile(r"FSDP::(\w+)(?: \((.*)\))?( \[pg=\d+\])?$")
 _ROOT = ""
-#: What FSDP does itself: no computation of the model.
+#: Work of FSDP itself, which is no computation of the model.
 _OWN = re.compile(r"all_gather|all_gather_copy_out|post_backward_(accumulate|reshard|reduce)")
 
 
@@ -41,10 +41,10 @@ class _Mark(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The state from some moment on: FSDP's own work, the group whose hook ran last, and the group that computes.
+    """The state of the host: whether FSDP's own work runs, the group whose hook ran last, and the group that computes.
 
-    `part` is the number of the module in that group, or the number of the group after which the root computes (-1 for
-    none).
+    `part` is the number of the module in the computing group. If the root computes, `part` is the number of the
+    previous group (-1 for none).
     """
 
     own: _Mark | None
@@ -54,7 +54,7 @@ class _State(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A collective of a group: bytes of all ranks, and how many groups before its own it was issued."""
+    """A collective of a group: the bytes of all ranks, and how many groups ahead of its own group it was issued."""
 
     backward: bool
     nbytes: int
@@ -65,9 +65,9 @@ class _Sent(NamedTuple):
 
 
 def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sharded | None:
-    """Return the groups of a step, with median times of all steps that are like it; None without marks of FSDP2.
+    """Return the groups of a step with median times over similar steps, or None if there are no marks of FSDP2.
 
-    The steps belong to one rank, and are not trimmed yet.
+    The steps belong to one rank and are not trimmed yet.
     """
     walks = [_Walk(step, workers or 1) for step in steps]
     mine = walks[chosen]
@@ -101,24 +101,25 @@ def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sh
 
 
 def _late(marks: Sequence[_Mark]) -> set[str]:
-    """The groups that are reduced when the backward pass has ended."""
+    """Return the groups that are reduced when the backward pass has ended."""
     ends = [m for m in marks if m.what == "root_post_backward_callback"]
     reduced = (m for m in marks if m.what == "post_backward_accumulate")
     return {m.path for m in reduced if any(end.start_s <= m.start_s <= end.end_s for end in ends)}
 
 
 class _Walk:
-    """One step, in the order in which the host launched it."""
+    """A walk through one step, in the order in which the host launched it."""
 
     def __init__(self, step: TracedStep, workers: int) -> None:
         self.step, self.workers = step, workers
         self.order: list[str] = []  # the groups, in the order of the forward pass
-        self.parts: dict[str, int] = {}  # of how many modules each is
-        self.opened: Counter[str] = Counter()  # how often each runs forward
+        self.parts: dict[str, int] = {}  # the number of modules of each group
+        self.opened: Counter[str] = Counter()  # the number of forward passes of each group
         self.batches, self.odd = 0, ""
         self.seconds: dict[tuple[bool, str, int], float] = defaultdict(float)  # by pass, group and part
         self.collectives: dict[tuple[str, str], list[_Sent]] = defaultdict(list)  # by kind and group
-        self.reduced_at: dict[_Mark, float] = {}  # when its collective was issued, and its gradients were packed
+        # by mark, the time when its gradients were packed and its collective was issued
+        self.reduced_at: dict[_Mark, float] = {}
         self.update_s = self.copying_s = 0.0
         self.copied_nbytes = 0
         marks = list(self._marks())
@@ -130,7 +131,8 @@ class _Walk:
         self.buffers = max([*reductions, "post_backward_rs_wait"].index("post_backward_rs_wait"), 1)
         if self.batches:
             self._send()
-            used = [m.path for m in marks if m.what == "all_gather_copy_out"]  # a gather may be for nobody
+            # a group may be gathered without being used
+            used = [m.path for m in marks if m.what == "all_gather_copy_out"]
             self.copied_nbytes = sum(sent.nbytes for path in used for sent in self.collectives["gather", path][:1])
             self.copied_nbytes += sum(sent.nbytes for sent in self.sent("scatter"))
             self._compute()
@@ -170,11 +172,11 @@ class _Walk:
         return self.step.phases.within(moment_s) == "backward"
 
     def _follow(self, marks: Sequence[_Mark]) -> None:
-        """Note what the host does from each moment on at which a mark begins or ends."""
+        """Record how the state of the host changes at the begin and the end of each mark."""
         lasting = [m for m in marks if m.start_s < m.end_s]
         edges = [(m.start_s, True, m) for m in lasting] + [(m.end_s, False, m) for m in lasting]
         own, hook, behind = list[_Mark](), _ROOT, -1
-        opened: dict[str, int] = {}  # the groups that compute, the innermost last, and the number of the module
+        opened: dict[str, int] = {}  # for each computing group, the innermost last, the number of its module
         for moment, begins, mark in sorted(edges):
             if _OWN.fullmatch(mark.what):
                 own = [*own, mark] if begins else [m for m in own if m != mark]
@@ -200,7 +202,7 @@ class _Walk:
             self.parts[path] = max(self.parts.get(path, 0), opened[path] + 1)
             return self.order.index(path)
         if what == "pre_backward" and path in self.order and path not in opened:
-            for late in self.late:  # its computation has ended, although it is not reduced yet
+            for late in self.late:  # the group's computation has ended, although the group is not reduced yet
                 opened.pop(late, None)
             opened[path] = 0
             return self.order.index(path) - 1
@@ -213,7 +215,7 @@ class _Walk:
         return self.states[k] if k >= 0 else _State(None, _ROOT, _ROOT, -1)
 
     def _send(self) -> None:
-        """Note the collectives of each group."""
+        """Record the collectives of each group."""
         step = self.step
         issued = sorted(collectives(step.trace, step.interval.start_s, step.interval.end_s), key=lambda a: a.host_s)
         for activity, transfer in zip(issued, step.transfers, strict=True):
@@ -238,7 +240,7 @@ class _Walk:
             self.collectives[kind, path].append(sent)
 
     def _compute(self) -> None:
-        """Add up what is computed, with the time for which the device waited for its host before it."""
+        """Add up the times of computation, including the device's waits for its host before each computation."""
         step = self.step
         passes_end_s = max((p.end_s for p in step.phases.passes), default=step.phases.backward_s)
         busy = [(op.start_s, op.end_s, float(host)) for op, host in zip(step.ops, step.host_s, strict=True)]
@@ -253,7 +255,7 @@ class _Walk:
             state = self._at(host_s)
             if state.own is not None:
                 packs = host_s < self.reduced_at.get(state.own, host_s) or state.own.what == "all_gather_copy_out"
-                if packs or not step.on_device:  # on a device, the rest runs on other streams
+                if packs or not step.on_device:  # on a device, other work of FSDP runs on other streams
                     self.copying_s += end - start
                 continue
             took, idle_s, computed = idle_s + max(end - max(start, computed), 0.0), 0.0, max(computed, end)

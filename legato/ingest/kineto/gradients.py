@@ -1,13 +1,13 @@
 """The gradients of a traced step: their sizes, when they are ready, and which ops read the parameters.
 
-[Note: a parameter has no name in a trace]
-For each parameter, PyTorch records one `AccumulateGrad` operator in the backward pass. Its shape, if shapes were
-recorded, is the parameter's. The autograd node that ran just before it has a sequence number, and the forward operator
-with the same number read the parameter. DDP's hook runs inside that operator, so the gradient is ready to be sent after
-everything launched before its end and before the collective. Without shapes, the copies from the buckets back to the
-gradients (`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in the order in which their
-gradients became ready. For each bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes
-one tensor.
+[Note: a parameter has no name in a trace] For each parameter, PyTorch records one `AccumulateGrad` operator in the
+backward pass. If shapes were recorded, the shape of this operator is the shape of the parameter. The autograd node just
+before this operator has a sequence number, and the forward operator with the same number read the parameter. DDP's hook
+runs inside `AccumulateGrad`, so the gradient is ready to be sent after everything that was launched before the end of
+this operator and before the collective. Without shapes, the copies from the buckets back to the gradients
+(`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in the order in which their gradients
+became ready. For each bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes one
+tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Parameter:
 
 
 def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
-    """Return the gradients of a trimmed step; none if it has neither gradient transfers nor parameters."""
+    """Return the gradients of a trimmed step, or none if it has neither transfers of gradients nor parameters."""
     sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
     if unsized:
@@ -64,7 +64,7 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
 
 
 def why_none(step: TracedStep) -> str:
-    """Return why a plan cannot be made for a step in which `gradients` finds none."""
+    """Return why no plan can be made for a step in which `gradients` finds no gradients."""
     sent = sum(t.carries_gradients for t in step.transfers)
     parameters = len(_accumulations(step))
     if not sent and not parameters:
@@ -108,7 +108,7 @@ def _of_pass(step: TracedStep, which: BackwardPass | None) -> list[_Parameter]:
         if sequence in forward and len(forward_ops):
             at = int(np.searchsorted(launched, forward[sequence]))
             if not step.on_device and at and step.ops[forward_ops[at - 1]].end_s > forward[sequence]:
-                at -= 1  # the operator runs inside the op
+                at -= 1  # `AccumulateGrad` runs inside the op
             readers = (forward_ops[min(at, len(forward_ops) - 1)],)
         args = columns.detail(row)
         dims = args.dimensions() if args is not None else None
@@ -122,14 +122,14 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
 
 
 def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the sorted launch times of the backward ops, and for each the highest index of an op launched by then."""
+    """Return the sorted launch times of the backward ops, and the highest index of an op launched by each time."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
 
 
 def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
-    """Return (row, end of its hook, sequence number of the node before it) of each `AccumulateGrad` of the step."""
+    """Return (row, end of the hook, sequence number of the previous node) of each `AccumulateGrad` in the step."""
     columns, names = step.trace.operator, step.trace.names
     nodes = _backward_nodes(step)
     hook_end: dict[int, float] = {}
@@ -149,7 +149,7 @@ def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
 
 
 def _backward_nodes(step: TracedStep) -> set[int]:
-    """Return the indices of the names of autograd's nodes."""
+    """Return the indices of the names that are nodes of autograd."""
     return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
 
 
@@ -165,7 +165,7 @@ def _rows(step: TracedStep, name: str) -> list[int]:
 
 
 def _first_by_sequence(step: TracedStep) -> dict[int, float]:
-    """Return when the forward operator with each sequence number began."""
+    """Return the start of the forward operator with each sequence number."""
     columns, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
     for row in _step_rows(step):
         if columns.link[row] >= 0:
@@ -199,7 +199,7 @@ def _sized_by_copies(
 
 
 def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
-    """Return the parameters of each transfer if their bytes add up to its own, else the transfer as one tensor."""
+    """Return the parameters of each transfer if their bytes add up to its bytes, or the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
     taken = 0
@@ -227,7 +227,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Return parameters of the pool with exactly `nbytes` in all: all, the latest, all but one, or any run."""
+    """Return parameters of the pool with exactly `nbytes` in all: the whole pool, the latest, all but one, or a run."""
     pool = [p for p in pool if p.nbytes is not None]
     sizes = [p.nbytes or 0 for p in pool]
     sums = [0, *itertools.accumulate(sizes)]

@@ -30,25 +30,25 @@ from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasu
 
 __all__ = ["Graph", "import_kineto"]
 
-#: From the middle of a long trace, only the steps are read that together have about this number of events.
+#: From a long trace, only steps in the middle are read, with about this number of events in all.
 _MOST_EVENTS = 400_000
-#: Smaller differences of times are rounding errors: the finest times of a trace are nanoseconds.
+#: Smaller differences of times are rounding errors: the finest times in a trace are nanoseconds.
 _ROUNDING_S = 1e-12
 _DIGITS = 10
 
 
 class Graph(Protocol):
-    """An execution trace, which adds to the profiler trace of the same steps."""
+    """An execution trace, which complements the profiler trace of the same steps."""
 
     def describe(self, trace: Trace) -> None:
-        """Give the operators the shapes that the profiler did not record. Raises `FileError` for another process."""
+        """Add the shapes that the profiler did not record. Raises `FileError` if the trace is of another process."""
 
     def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
         """Return the ops of a trimmed step with their data dependencies."""
 
 
 class _Step(NamedTuple):
-    """A step on all ranks: as the traces have it, trimmed, and measured."""
+    """A step on all ranks: the traced steps, the trimmed steps, and the measurements, each by rank."""
 
     whole: dict[int, TracedStep]
     trimmed: dict[int, TracedStep]
@@ -69,12 +69,10 @@ def import_kineto(
 ) -> Imported:
     """Import the traces of one or more ranks of one job.
 
-    `step` is the name or number of a step (default: the one of median length);
-    the workload is the computation of `rank` (default: the one whose median step
-    takes longest without waiting for late ranks); `known` says which kernels
-    move data between devices (default: the table). Raises
-    `FileError` for a file that is not a profiler trace, and `InputError` for
-    ranks or steps that do not exist.
+    `step` is the name or number of a step (default: the step of median length). The workload is the computation of
+    `rank` (default: the rank whose median step takes longest without waiting for late ranks). `known` says which
+    kernels move data between devices (default: the table in `names`). Raises `FileError` for a file that is not a
+    profiler trace, and `InputError` for ranks or steps that do not exist.
     """
     notes, known = Notes(), known or Transfers()
     readings = iter(_readings(paths, progress))
@@ -91,7 +89,7 @@ def import_kineto(
         _note_repairs(marks, notes)
     every = [_measured(whole, traces, notes) for whole in read_steps]
     chosen = _longest([step.measures for step in every]) if rank is None else rank
-    if chosen != first:  # its events are needed now; the events of all ranks at once might not fit into memory
+    if chosen != first:  # only this rank's events are needed now; the events of all ranks might not fit into memory
         again = read(chosen, [step.whole[chosen].interval for step in every])
         for whole, trimmed, _ in every:
             trace = again[whole[chosen].interval.name].trace
@@ -107,7 +105,7 @@ def _on_all_ranks(
     ranks: Iterable[int],
     wanted: list[HostInterval],
 ) -> list[dict[int, TracedStep]]:
-    """Return the wanted steps that all ranks have; only the first rank's keep their events."""
+    """Return the wanted steps that all ranks have. Only the steps of the first rank keep their events."""
     steps_of: dict[int, dict[str, TracedStep]] = {}
     for r in sorted(ranks, key=lambda r: (r != first, r)):
         found = read(r, wanted)
@@ -125,7 +123,7 @@ def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Not
 def _imported(
     title: str, every: list[_Step], chosen: int, workers: int | None, graph: Graph | None, notes: Notes, keep_idle: bool
 ) -> Imported:
-    """Return all that is known of the chosen rank's step of median length, and of its other steps."""
+    """Return all that is known about the chosen rank's step of median length, and about its other steps."""
     lengths_s = [step.whole[chosen].length_s for step in every]
     number = lengths_s.index(statistics.median_low(lengths_s))
     whole, steps, measures = every[number]
@@ -167,7 +165,7 @@ def _alike(workload: Workload, others: Sequence[TracedStep], keep_idle: bool) ->
 
 
 def _note_repairs(marks: Marks, notes: Notes) -> None:
-    """Say what in a file was not a valid record, and was left out or repaired."""
+    """Add notes about invalid records in a file that were left out or repaired."""
     timeless, left_out = marks.timeless.total(), marks.devices.total() - marks.devices[marks.device]
     for happened, said in (
         (timeless, f"{count(timeless, 'event')} without times or of negative duration did not happen"),
@@ -196,7 +194,7 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
 
 
 def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
-    """Return the program of a step; None, with a note of why, if the traces do not tell."""
+    """Return the program of a step, or the reason why the traces do not give one."""
     notes = Notes()
     try:
         return Whole(program(title, steps, workers, notes, keep_idle=keep_idle), notes)
@@ -235,14 +233,14 @@ def _steps(
 
 
 def _lasts(step: TracedStep, events: Sequence[TracedOp | TracedTransfer]) -> bool:
-    """Return whether a step takes time, and one of its events does."""
+    """Return whether a step and at least one of its events take time."""
     return step.length_s > 0 and any(event.end_s > event.start_s for event in events)
 
 
 def _workload(
     title: str, step: TracedStep, sent: Sequence[Gradient], notes: Notes, keep_idle: bool
 ) -> tuple[Workload | None, str]:
-    """Return the workload of a step; None, with a note of why, if the step lacks what a workload needs."""
+    """Return the workload of a step, or None and the reason if the step lacks something that a workload needs."""
     device = "gpu" if step.on_device else "cpu"
     try:
         if not sent:
@@ -253,7 +251,7 @@ def _workload(
 
 
 def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
-    """Return the all-reduces that were sent as a plan; None if some gradient was sent in another way."""
+    """Return the all-reduces of the step as a plan, or None if some gradient was sent in another way."""
     if any(t.kind != "all_reduce" for t in step.transfers if t.carries_gradients):
         return None
     transfers: dict[int, list[Slice]] = {}
@@ -265,7 +263,7 @@ def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
-    """Return one progress callback per reading of a file; each file is read twice."""
+    """Return a progress callback for each reading of a file; each file is read twice."""
     sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
     if progress is None:
         return [None for _ in sizes]
@@ -312,21 +310,21 @@ def _check_one_rank(trace: Marks) -> None:
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
-    """Return the rank whose steps count; the other ranks need to have them, too."""
+    """Return the rank that determines the steps; all other ranks must have the same steps."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
 
 
 def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
-    """Return the rank whose median step takes longest without waits for late ranks, the lowest of several."""
+    """Return the rank whose median step takes longest without waits for late ranks, the lowest on a tie."""
     return max(
         sorted(measures[0]), key=lambda r: round(statistics.median(step[r].undelayed_s for step in measures), _DIGITS)
     )
 
 
 def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
-    """Return the step that was asked for; else all steps, or the middle ones of a trace with too many events."""
+    """Return the step `step`, or if that is None, all steps, or the middle steps of a trace with too many events."""
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
@@ -344,7 +342,8 @@ def _listed(marked: list[HostInterval]) -> str:
 def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> bool:
     """Split each collective into waiting and transfer, and return whether waiting is known.
 
-    The last rank to join does not wait. Waiting is not known from the trace of one rank of several.
+    The last rank to join a collective does not wait. If the trace of only one of several ranks is given, waiting is
+    unknown.
     """
     told = {t.workers for t in traces.values()}
     if not any(s.transfers for s in steps.values()) or (len(steps), told) == (1, {1}):
@@ -367,7 +366,10 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
 
 def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, list[TracedTransfer]]:
-    """Return each rank's transfers; the time by which one is longer than on the rank where it is shortest is a wait."""
+    """Return each rank's transfers with their waits.
+
+    The wait of a transfer is its time beyond the time on the rank where the transfer is shortest.
+    """
     transfers = transfers_of(steps)
     waited = {r: list(own) for r, own in transfers.items()}
     for joint in joints:
@@ -386,7 +388,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
             (transfer.began_s, transfer.end_s)
         )
-    for kind, start, end in step.foreign_transfers:  # of the next step, since a step lasts until its own end
+    for kind, start, end in step.foreign_transfers:  # collectives of other steps that run during this step
         by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
@@ -438,7 +440,7 @@ def _of_kind(
 
 
 def _beyond(whole_s: float, part_s: float) -> float:
-    """Return the rest of a time; 0 if it is a rounding error."""
+    """Return the rest of a time, or 0 if the rest is a rounding error."""
     return whole_s - part_s if whole_s - part_s > _ROUNDING_S else 0.0
 
 
@@ -459,9 +461,10 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: RankMeasure) -> Timeline:
-    """Return the step on all ranks, the chosen one first, as a period that begins with the backward pass.
+    """Return the step on all ranks, the chosen rank first, as an iteration that begins with the backward pass.
 
-    The ranks' clocks are aligned by the ends of the collectives. The forward pass follows, as the next step's.
+    The clocks of the ranks are aligned by the ends of the collectives. The step's forward pass is shown after the
+    backward pass, as the forward pass of the next step.
     """
     reference = steps[chosen]
     start_s = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)

@@ -1,11 +1,9 @@
-"""Finds where the phases of a traced step begin, and its backward passes.
+"""Find the phases of a traced step, and its backward passes.
 
-[Note: telling backward passes apart]
-A step has several backward passes when gradients accumulate or two models take
-turns. Autograd gives an operator of the forward pass and the node that
-differentiates it the same sequence number. If the operator of a node ran after
-the current backward pass had begun, the node begins the next pass. Operators
-that autograd runs inside a node (checkpointing) belong to that node.
+[Note: telling backward passes apart] A step has several backward passes if gradients are accumulated or two models take
+turns. Autograd gives the same sequence number to an operator of the forward pass and to the node that differentiates
+the operator. If the operator of a node ran after the current backward pass had begun, the node begins the next backward
+pass. Operators that autograd runs inside a node (checkpointing) belong to that node.
 """
 
 from __future__ import annotations
@@ -27,16 +25,17 @@ from legato.ingest.traced import Notes
 __all__ = ["FSDP", "BackwardPass", "Nodes", "Phases", "find_phases"]
 
 _ENGINE = "autograd::engine::evaluate_function"
-#: FSDP's annotations: what it sends within a node of autograd is gradients, not what the node computes from.
+#: Annotations of FSDP. Communication that FSDP issues inside a node of autograd carries gradients, and does not belong
+#: to the node.
 FSDP = ("FSDP::", "FullyShardedDataParallel.")
 _HOOKS = re.compile(r"AccumulateGrad$")
-#: Nodes that run whole graphs, which may send gradients, and sum what they compute from.
+#: Nodes that run whole graphs, and may send gradients or communicate as a part of their computation.
 _GRAPHS = re.compile(r"CompiledFunction")
 
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """The time in which autograd ran on the host."""
+    """A backward pass: the time in which autograd ran on the host."""
 
     start_s: float
     end_s: float
@@ -44,30 +43,30 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Phases:
-    """The forward phase ends where the first backward pass begins; the optimizer begins after the last one."""
+    """The phases of a step: forward before the first backward pass, and optimizer after the last backward pass."""
 
     backward_s: float
     optimizer_s: float
     passes: tuple[BackwardPass, ...]  # empty if the trace has no operators of autograd
-    trains: bool = True  # False if the trace has operators, but neither autograd's nor updates: inference
+    trains: bool = True  # False for inference: the trace has operators, but no autograd and no updates
 
     def at(self, moment_s: float) -> Phase:
-        """The phase of an activity that the host launched at that time."""
+        """Return the phase of an activity that the host launched at this time."""
         return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
 
     def within(self, moment_s: float) -> Phase:
-        """Like `at`, but what runs between two backward passes is the forward pass of the next micro-batch."""
+        """Return the phase like `at`, but between two backward passes, return the next micro-batch's forward."""
         k = bisect.bisect_right(self.passes, moment_s, key=lambda p: p.start_s)
         between = 0 < k < len(self.passes) and moment_s > self.passes[k - 1].end_s
         return "forward" if between else self.at(moment_s)
 
 
 class Nodes:
-    """Tells what a collective of the backward pass carries: gradients, or what a node of autograd sums.
+    """The nodes of autograd, which tell whether a collective carries gradients or is part of a node's computation.
 
-    Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. What
-    another node sends is what it computes from: tensor parallelism sums the gradients of activations, batch
-    normalization the sums of its samples.
+    Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. A
+    collective of any other node is part of the node's computation: for example, tensor parallelism adds up the
+    gradients of activations, and batch normalization adds up its statistics.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -76,8 +75,7 @@ class Nodes:
         self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(FSDP))
 
     def own(self, activity: Activity) -> bool | None:
-        """Return whether an autograd node issued a collective for its own computation; None if a whole graph issued
-        it."""
+        """Return whether a collective is part of an autograd node's computation, or None if a whole graph issued it."""
         at = activity.thread, activity.host_s
         node = _innermost(self._nodes, self._trace.operator, *at)
         name = "" if node is None else self._trace.named(self._trace.operator, node)
@@ -90,7 +88,7 @@ _Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
 
 
 def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool]) -> _Rows:
-    """The rows of each thread whose names are wanted, and the latest end of all rows so far."""
+    """Return, for each thread, the rows with wanted names, and for each row the latest end so far."""
     matches = np.array([wanted(name) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(matches[columns.name])
     threads = columns.thread[rows]
@@ -99,7 +97,7 @@ def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool
 
 
 def _innermost(rows: _Rows, columns: EventColumns, thread: int, moment_s: float) -> int | None:
-    """The row that began last of those that run on a thread at a moment."""
+    """Return the row that began last among the rows that run on a thread at a moment."""
     mine, latest = rows.get(thread, (np.array([], dtype=np.int64), np.array([])))
     k = int(np.searchsorted(columns.start[mine], moment_s, side="right")) - 1
     while k >= 0 and latest[k] >= moment_s:
@@ -110,7 +108,7 @@ def _innermost(rows: _Rows, columns: EventColumns, thread: int, moment_s: float)
 
 
 def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity], notes: Notes) -> Phases:
-    """Find the phases of a step whose computation is given."""
+    """Return the phases of a step with the given computation."""
     passes = _backward_passes(trace, step)
     lowest = passes[-1].start_s if passes else step.start_s
     updates = [u.start_s for u in trace.marks.updates if step.start_s <= u.start_s < step.end_s]
@@ -138,13 +136,13 @@ def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ..
     columns = trace.operator
     engine = {number for number, name in enumerate(trace.names) if name.startswith(_ENGINE)}
     first, last = np.searchsorted(columns.start, (step.start_s, step.end_s))
-    ran: dict[int, float] = {}  # when the operator with a sequence number ran
+    ran: dict[int, float] = {}  # when the operator with each sequence number ran
     found: list[BackwardPass] = []
     until = -np.inf
     names, links = columns.name[first:last].tolist(), columns.link[first:last].tolist()
     starts, ends = columns.start[first:last].tolist(), columns.end[first:last].tolist()
     for name, link, start, end in zip(names, links, starts, ends, strict=True):
-        inside = start < until  # inside a node of autograd
+        inside = start < until  # whether it is inside a node of autograd
         if name in engine:
             until = max(until, end)
             if not found or (not inside and ran.get(link, -np.inf) > found[-1].start_s):

@@ -1,16 +1,16 @@
-"""The program of a traced job: what each rank computes and sends in one step, and when it waits.
+"""The program of a traced job: the computation, communication and waits of each rank in one step.
 
-[Note: what waits for a communication]
-A trace tells when a rank computes and when it communicates, and seldom what waits for what. Where a device is idle
-although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them.
-Whatever begins later may wait for a communication that ends earlier. It is assumed that the optimizer waits for
-gradients, and that the first op that was launched after any other communication, and begins when it has ended, waits
-for it: on a slower network no op can wait earlier than this one. Nothing in a step waits for a communication that ends
-after the step. All other idle time stays as it was.
+[Note: what waits for a communication] A trace tells when a rank computes and when it communicates, but seldom which op
+waits for which communication. If a device is idle although its next kernel has been launched, and communications end
+during this time, the kernel waits for the last of these communications. Any later op may wait for a communication that
+has already ended. It is assumed that the optimizer waits for gradients. Any other communication is assumed to be
+awaited by the first op that was launched after the communication and began after its end. On a slower network, no
+earlier op can wait for the communication. Nothing in a step waits for a communication that ends after the step. All
+other idle time is kept.
 
-[Note: when a communication is started]
-Its kernel begins when the host has launched it, when what was computed before has ended, and when the stream has
-carried out what it was given before. Only a kernel that waits for its own stream was started before it began.
+[Note: when a communication is started] The kernel of a communication begins when the host has launched the kernel, when
+earlier computation has ended, and when earlier work on its stream has ended. Only a kernel that waits for its own
+stream was started before it began.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["clock_shifts", "program"]
 def program(
     name: str, steps: Mapping[int, TracedStep], workers: int | None, notes: Notes, *, keep_idle: bool = True
 ) -> Program:
-    """Return the program of one step, from the untrimmed steps of all ranks, with the time that it took as traced.
+    """Return the program of one step and its traced time, from the untrimmed steps of all ranks.
 
-    The trace of one rank stands for all if everything that it sends goes to all ranks. Raises `InputError` if ranks
-    contradict each other, or a trace does not tell what a communication is.
+    The trace of one rank is enough if all its communications are among all ranks. Raises `InputError` if ranks
+    contradict each other, or if a trace does not tell what a communication is.
     """
     number = max(workers or 0, len(steps))
     if missing := [rank for rank in range(number) if rank not in steps]:
@@ -71,12 +71,12 @@ def program(
 
 
 def _has_groups(steps: Mapping[int, TracedStep], number: int) -> bool:
-    """Return whether a rank communicates with fewer than all `number` ranks."""
+    """Return whether some communication is among fewer than all `number` ranks."""
     return any(t.group and len(t.group) < number for own in transfers_of(steps).values() for t in own)
 
 
 def _communicating(step: TracedStep) -> TracedStep:
-    """Return the step with each send and receive by itself, and without collectives of its rank alone."""
+    """Return the step with every send and receive separate, and without collectives of a single rank."""
     kept: list[tuple[TracedTransfer, float]] = []
     for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
         if len(transfer.group) == 1 and transfer.kind not in ("send", "recv", GROUPED):
@@ -101,9 +101,9 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
 
 
 def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
-    """Return what to add to the times of each rank, so that communications end at the same time on all their ranks.
+    """Return the clock shifts of the ranks with which each communication ends at the same time on all its ranks.
 
-    Ranks that share none, even through others, begin at the same time.
+    Ranks that no communications connect begin at the same time.
     """
     of_rank: dict[int, list[dict[int, TracedTransfer]]] = {rank: [] for rank in steps}
     transfers = transfers_of(steps)
@@ -128,7 +128,7 @@ def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> di
 
 
 class _Pause(NamedTuple):
-    """From `start_s` to `end_s` nothing is computed, because a transfer has not ended."""
+    """A pause from `start_s` to `end_s`, in which nothing is computed because a transfer has not ended."""
 
     start_s: float
     end_s: float
@@ -136,7 +136,7 @@ class _Pause(NamedTuple):
 
 
 class _Walk:
-    """The actions of one rank, in the order of their times."""
+    """A walk through the actions of one rank, in the order of their times."""
 
     def __init__(self, step: TracedStep, numbers: Mapping[int, int], keep_idle: bool) -> None:
         self.step, self.numbers, self.keep_idle = step, numbers, keep_idle
@@ -148,7 +148,7 @@ class _Walk:
         self.sums = [0.0, *itertools.accumulate(end - start for start, end in self.busy)]
 
     def actions(self, late_s: float) -> list[Action]:
-        """Return what the rank does if it begins `late_s` after the first one."""
+        """Return the actions of the rank, which begins `late_s` after the first rank."""
         starts = self._starts()
         result: list[Action] = [Compute(late_s, "late")] if late_s > ROUNDING_S else []
         now = self.step.begin_s
@@ -170,13 +170,13 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether the communication cannot start until the one that the pause awaits has ended."""
+        """Return whether the communication can start only after the end of the one that the pause awaits."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
 
     def _compute(self, result: list[Action], since: float, until: float) -> float:
-        """Add what is computed between two moments, and the time in which nothing is; return the later moment."""
+        """Add the computation and the idle time between two moments, and return the later moment."""
         if until <= since + ROUNDING_S:
             return max(since, until)
         busy = self._busy(until) - self._busy(since)
@@ -187,13 +187,13 @@ class _Walk:
         return until
 
     def _busy(self, moment: float) -> float:
-        """Return the time for which something has been computed until a moment."""
+        """Return the seconds of computation up to a moment."""
         k = bisect.bisect_right(self.busy_ends, moment)
         inside = max(moment - self.busy[k][0], 0.0) if k < len(self.busy) else 0.0
         return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
-        """Return the earliest start of each communication that this rank starts, in order (see the note above)."""
+        """Return the earliest start of each communication that this rank starts, in order (see the second note)."""
         step, found = self.step, list[tuple[float, int]]()
         host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
         latest: dict[tuple[int, ...], float] = {}
@@ -204,13 +204,13 @@ class _Walk:
             queued = ready < done.get(transfer.stream, -math.inf) <= transfer.start_s + ROUNDING_S
             done[transfer.stream] = transfer.end_s
             moment = max(ready if queued else transfer.start_s, step.begin_s, latest.get(transfer.group, -math.inf))
-            latest[transfer.group] = moment  # a group's starts keep their order
+            latest[transfer.group] = moment  # the starts of a group keep their order
             if transfer.kind != "recv":
                 found.append((moment, number))
         return deque(sorted(found, key=lambda start: start[0]))
 
     def _pauses(self) -> list[_Pause]:
-        """Return where this rank waits for communications, in order (see the note above)."""
+        """Return the pauses in which this rank waits for communications, in order (see the first note)."""
         step, until, left = self.step, self.step.begin_s, set(range(len(self.step.transfers)))
         ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
         found = []
@@ -237,7 +237,7 @@ class _Walk:
         return sorted(found)
 
     def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
-        """Return when the rank waits for a communication that ends while something is computed."""
+        """Return when the rank waits for a communication that ends during computation."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
         ended = transfer.end_s - ROUNDING_S
         if transfer.carries_gradients:

@@ -1,25 +1,20 @@
-"""One step of one rank: what its device did, when the host launched it, and in which phase.
+"""One step of one rank: the work of its device, with the time of each launch and the phase.
 
-[Note: two kinds of idle time]
-A device is idle for two reasons. Either the host has not launched the next
-kernel yet: no plan of transfers changes that, so the time belongs to the
-computation (`TracedOp.gap_s`). Or the kernel has been launched and waits for a
-transfer: planning can change that, so the time belongs to no op. The time of the
-launch, which the profiler records under the kernel's correlation number,
-separates the two: the kernel waits from then until the end of the last transfer
-that ends in the gap. A CPU has no launches; there the gap's beginning counts.
-A launch that is recorded at its kernel's start or later tells no more than how far
-the clocks of host and device are apart: the kernel waited if a transfer ended as it
-began, give or take so much.
+[Note: two kinds of idle time] A device is idle for one of two reasons. Either the host has not launched the next kernel
+yet: no plan of transfers changes that, so the idle time belongs to the computation (`TracedOp.gap_s`). Or the kernel
+has been launched and waits for a transfer: planning can change that, so the idle time belongs to no op. The time of the
+launch, which the profiler records under the kernel's correlation number, separates the two kinds of idle time. The
+kernel waits from its launch to the end of the last transfer that ends in the gap. A CPU has no launches, so the
+beginning of the gap counts instead. A launch that is recorded at its kernel's start or later only tells the difference
+between the clocks of host and device. With such a launch, the kernel waited if a transfer ended at the kernel's start,
+within this difference.
 
-[Note: a step on the device]
-A host that runs ahead of its device marks a step long before the device runs it,
-and its marks are not evenly spaced: it waits where its queue is full. On the
-device, a step therefore begins when everything that was launched before the
-step is done, but not before the host begins it; it ends when the next one
-begins. Whatever the device does between the two counts, also the end of an
-earlier step's transfer or the beginning of a later step on another stream, so
-that no share of the step is larger than the step.
+[Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
+are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
+everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
+the next step begins. All work of the device between begin and end counts, including the end of an earlier step's
+transfer or the beginning of a later step on another stream. With this definition, no share of the step is larger than
+the step.
 """
 
 from __future__ import annotations
@@ -52,23 +47,22 @@ from legato.ingest.traced import Notes, Sent, TracedOp, TracedTransfer
 
 __all__ = ["ROUNDING_S", "TracedStep", "extract", "step_intervals", "transfers_of", "trim"]
 
-#: A stream that waits for another one goes on within this time.
+#: The longest time after which a stream that waited for another stream continues.
 _REACTION_S = 10e-6
-#: Less than the finest times of a trace, which are nanoseconds: sums of times differ by less where they are the same.
+#: Sums of times that differ by less than this are equal, since the finest time in a trace is a nanosecond.
 ROUNDING_S = 4e-10
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step on one rank, as it was traced.
+    """One traced step of one rank.
 
-    `sending` is the backward pass whose gradients are sent, where that is known.
-    `host_s[i]` and `thread[i]` are the time and the thread at which the host
-    launched op i; `issued_s` and `issued_on` are the same for the transfers. On
-    the device the step begins at `begin_s` and lasts `length_s`. `foreign`
-    and `foreign_transfers` are the times (start, end) of computations, and
-    (kind, start, end) of collectives, of other steps meanwhile. In the times
-    `waits` an operator waits for collectives. `suspected` are kernels that may be transfers, and how long they run.
+    `sending` is the backward pass whose gradients are sent, if that is known. The host launched op i at the time
+    `host_s[i]` on the thread `thread[i]`; `issued_s` and `issued_on` are the same for the transfers. On the device, the
+    step begins at `begin_s` and lasts `length_s`. `foreign` are the times (start, end) of computations of other steps
+    during this step, and `foreign_transfers` are the collectives (kind, start, end) of other steps. `waits` are the
+    times in which an operator waits for collectives. `suspected` are kernels that may be transfers, with their total
+    times.
     """
 
     trace: Trace
@@ -95,13 +89,13 @@ class TracedStep:
 
     @property
     def late_launches(self) -> int:
-        """Return how many ops and transfers began before the host launched them, by their record."""
+        """Return how many ops and transfers began, according to the trace, before the host launched them."""
         starts = [event.start_s for event in (*self.ops, *self.transfers)]
         launches = (*self.host_s.tolist(), *self.issued_s)
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
 
     def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
-        """Return since when an op could have run, if the device is idle since `until_s` (see the note above)."""
+        """Return the time since which an op was ready, if the device is idle since `until_s` (see the first note)."""
         if not self.on_device:
             return until_s
         if host_s > op.start_s - ROUNDING_S:
@@ -111,12 +105,12 @@ class TracedStep:
 
 
 def transfers_of(steps: Mapping[int, TracedStep]) -> dict[int, tuple[TracedTransfer, ...]]:
-    """The transfers of each rank's step."""
+    """Return the transfers of each rank's step."""
     return {rank: step.transfers for rank, step in steps.items()}
 
 
 def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
-    """The steps that the trace marks, in order; the whole trace if it has no marks."""
+    """Return the steps that are marked in the trace, in order, or the whole trace if it has no marks."""
     if marks.steps:
         return marks.steps
     ends = [update.end_s for update in marks.updates]
@@ -128,7 +122,7 @@ def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
 
 
 def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
-    """Extract the ops and transfers of a step; the ops may overlap until `trim`."""
+    """Return the ops and transfers of a step. Ops may overlap before `trim`."""
     on_device = len(trace.device) > 0
     if not on_device:
         notes.lacks("device kernels", "the CPU operators are the computation")
@@ -175,8 +169,8 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """Return the sends and receives of each kernel that carries out several."""
-    since: dict[int, float] = {}  # when each thread launched its last one
+    """Return, for each kernel that runs several sends and receives, all of these."""
+    since: dict[int, float] = {}  # when each thread launched its last kernel with several sends and receives
     found = []
     for activity, what in zip(issued, described, strict=True):
         before = since.get(activity.thread, interval.start_s)
@@ -188,11 +182,11 @@ def _together(
 def _of_gradients(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described], phases: Phases
 ) -> list[bool]:
-    """Return whether each collective can carry gradients, if it is issued in the backward pass.
+    """Return, for each collective, whether it can carry gradients, provided that the backward pass issued it.
 
-    These are no gradients: integers, what a node of autograd sums for itself, and losses and norms, which have less
-    than half of the bytes of the smallest parameter (a gradient in 16 bits has half). An all-reduce within a compiled
-    graph carries gradients if its bytes equal the bytes of parameters.
+    A collective carries no gradients if it has integers, or if it is part of an autograd node. Losses and norms are
+    recognized by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has half). An
+    all-reduce within a compiled graph carries gradients if its bytes equal the bytes of parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 
@@ -210,7 +204,7 @@ def _of_gradients(
 
 
 def _parameter_sizes(trace: Trace, interval: HostInterval) -> list[int]:
-    """Return the bytes of a step's parameters, in the order of their gradients; empty if some sizes are unknown."""
+    """Return the bytes of a step's parameters, in the order of their gradients, or [] if some sizes are unknown."""
     columns = trace.operator
     first, last = np.searchsorted(columns.start, (interval.start_s, interval.end_s))
     found = [columns.detail(i) for i in range(int(first), int(last)) if trace.named(columns, i) == ACCUMULATE]
@@ -220,13 +214,13 @@ def _parameter_sizes(trace: Trace, interval: HostInterval) -> list[int]:
 
 
 def _add_up(sizes: Sequence[int], wanted: int) -> bool:
-    """Return whether the sizes of some successive parameters add up to `wanted`."""
+    """Return whether the sizes of some consecutive parameters add up to `wanted`."""
     sums = set(itertools.accumulate(sizes, initial=0))
     return any(total - wanted in sums for total in sums)
 
 
 def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:
-    """The backward pass whose gradients are sent: the last one that issues a transfer, at one of the times `issued`."""
+    """Return the backward pass whose gradients are sent: the last pass that contains a time in `issued`."""
     passes = phases.passes
     if len(passes) < 2:
         return passes[0] if passes else None
@@ -246,7 +240,7 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
 def _extent(
     trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
-    """Return when the step begins on the device, and how long it lasts (see the note above)."""
+    """Return the begin of the step on the device, and its length (see the note above)."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
     begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)
@@ -255,10 +249,12 @@ def _extent(
 
 
 def trim(step: TracedStep) -> TracedStep:
-    """Return the step with its ops on one stream: time in which ops overlap counts once, and the host causes the gaps.
+    """Return the step with its ops on one stream.
 
-    Collectives that carry no gradients become ops; the time for which they wait for late ranks does not count.
-    The gap after the last op belongs to the first, as if the step before had been like this one.
+    Time in which ops overlap counts once, and the remaining gaps are due to the host.
+
+    Collectives that carry no gradients become ops, without the time for which they wait for late ranks. The gap after
+    the last op belongs to the first op, as if the step before had been like this step.
     """
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
@@ -299,11 +295,10 @@ def trim(step: TracedStep) -> TracedStep:
 
 
 class _Stalls:
-    """The times in which computation can have waited for the network.
+    """The times in which computation may have waited for the network.
 
-    With `waiting` these include the times in which collectives waited for late
-    ranks. The transfer time of a collective that carries no gradients is never
-    included, because it is an op of the step.
+    With `waiting`, the times include waits of collectives for late ranks. The transfer time of a collective that
+    carries no gradients is never included, because such a collective is an op of the step.
     """
 
     def __init__(self, step: TracedStep, waiting: bool) -> None:
@@ -317,7 +312,7 @@ class _Stalls:
         self._ends = [end for _, end in self._busy]
 
     def within(self, start: float, end: float) -> float:
-        """The seconds of a gap spent waiting, up to the end of the last transfer that ends in the gap."""
+        """Return the seconds of a gap spent waiting, up to the end of the last transfer that ends in the gap."""
         last = bisect.bisect_right(self._done, end) - 1
         end = max(self._done[last], start) if last >= 0 else start
         total = 0.0

@@ -1,14 +1,14 @@
-"""Every transfer on every link, for every worker (Network Operator Edition, section 5).
+"""Simulation of every transfer on every link, for every worker (Network Operator Edition, section 5).
 
-- `fragments.py` divides a plan's messages into the parts that travel independently.
-- `fabrics/` turns these into transfers that wait for one another: one file per fabric.
-- `network/` has the hosts, links and switches that carry transfers.
+- `fragments.py` divides a plan's messages into fragments, which are sent independently.
+- `fabrics/` turns fragments into transfers that wait for one another, with one file per fabric.
+- `network/` describes the hosts, links and switches that carry transfers.
 - `iterations/` adds the workers' computation, and simulates one job.
 - `shared/` simulates several jobs on one network.
-- `engine/` runs the graph that all of this becomes.
-- `pricing.py` tells planners what a message costs on a fabric.
+- `engine/` runs the graph that all these parts build.
+- `pricing.py` gives planners the cost of a message on a fabric.
 
-docs/simulator.md and docs/shared_networks.md explain the model. Importing this package compiles nothing.
+docs/simulator.md and docs/shared_networks.md explain the model. No code is compiled when this package is imported.
 """
 
 from __future__ import annotations

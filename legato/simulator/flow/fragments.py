@@ -1,17 +1,13 @@
-"""The fragments of a plan's messages: the parts that travel independently.
+"""The fragments of a plan's messages: the parts that are sent independently.
 
-Every byte is summed in one fragment and distributed in one. A message becomes one
-fragment per parameter server that holds tensors of it (one, without servers),
-and each of these is split further if the message's `depth` or the fabric's
-`message_bytes` require it.
+Every byte is summed in one fragment and distributed in one fragment. A message has one fragment for each parameter
+server that holds some of its tensors (or one fragment without servers). Fragments are split further if the message's
+`depth` or the fabric's `message_bytes` require it.
 
-[Note: kinds of messages]
-Every fabric has two operations: `reduce` (gradients become sums) and `distribute`
-(sums reach all workers). `all_reduce` is both; on parameter servers it is a push
-and a pull. `push` and `reduce_scatter` are the first, `pull` and `all_gather` the
-second, on every fabric. Servers distribute all-reduced tensors in the order in
-which the forward pass reads them, since the plan has no order for that; pulls
-keep the plan's order.
+[Note: kinds of messages] Every fabric has two operations: `reduce` (gradients become sums) and `distribute` (sums reach
+all workers). On every fabric, `push` and `reduce_scatter` mean `reduce`, and `pull` and `all_gather` mean `distribute`.
+`all_reduce` means both; on parameter servers it is a push and a pull. Servers distribute all-reduced tensors in the
+order in which the forward pass reads them, since the plan has no order for this. Pulls keep the plan's order.
 """
 
 from __future__ import annotations
@@ -37,9 +33,8 @@ DISTRIBUTING = ("all_reduce", "all_gather", "pull")
 class Fragments:
     """Fragments in the order in which they are sent. Arrays have one entry per fragment.
 
-    `message` is the index of its message in the plan, `order` its place among the
-    fragments (it decides between fragments that are ready at the same time),
-    `server` its parameter server.
+    `message` is the index of a fragment's message in the plan, and `server` is its parameter server. `order` is the
+    fragment's place among all fragments, which decides between fragments that are ready at the same time.
     """
 
     slices: tuple[tuple[Slice, ...], ...]
@@ -61,11 +56,10 @@ class Fragments:
 def fragment(
     messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
 ) -> Fragments:
-    """Fragment messages, given with their indices in the plan.
+    """Return the fragments of messages, which are given with their indices in the plan.
 
-    `placement` maps each tensor to its server; it is used if the message has no
-    server. None means that there is one place only. Raises `TooLargeError` on more
-    than a million fragments.
+    If a message has no server, `placement` maps each tensor to its server. If `placement` is None, all tensors are in
+    one place. Raises `TooLargeError` on more than a million fragments.
     """
     groups = list(_groups(messages, placement, message_bytes))
     _check_number(groups, message_bytes)
@@ -78,14 +72,14 @@ def fragment(
 def num_fragments(
     messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
 ) -> int:
-    """Return the number of fragments of messages; arguments and errors are as in `fragment`."""
+    """Return the number of fragments of messages. Arguments and errors are as in `fragment`."""
     groups = list(_groups(messages, placement, message_bytes))
     _check_number(groups, message_bytes)
     return sum(group.pieces for group in groups)
 
 
 class _Group(NamedTuple):
-    """The slices of a message that go to one server, and the number of fragments that they are split into."""
+    """The slices of a message that go to one server, and the number of fragments into which they are split."""
 
     message: int
     server: int
@@ -118,7 +112,7 @@ def _check_number(groups: Sequence[_Group], message_bytes: int | None) -> None:
 
 
 def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice, ...]]:
-    """Split slices into equal pieces."""
+    """Yield the slices split into equal pieces."""
     if pieces == 1:
         yield tuple(group)
         return
@@ -136,9 +130,10 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
 
 
 def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the pairs (i, j) of fragments that share bytes: j distributes bytes that i sums.
+    """Return the pairs (i, j) of fragments in which j distributes bytes that i sums.
 
-    The fragments of `first` sum every byte once, so sorting puts a tensor's fragments in the order of its bytes.
+    The fragments of `first` sum every byte exactly once, so sorting puts a tensor's fragments in the order of its
+    bytes.
     """
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):

@@ -1,7 +1,7 @@
-"""The cost that planners assume for a fabric on a network: the time of a message that is alone there.
+"""The cost that planners assume for a fabric on a network: the time of a message that has the network to itself.
 
-With like hosts behind one switch, formulas give it (`legato.collectives`). Anywhere else, one message is simulated in
-several sizes, and the cost is fitted to these.
+If identical hosts share one switch, formulas give the cost (`legato.collectives`). For all other networks, one message
+is simulated in several sizes, and the cost is fitted to the results.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from legato.simulator.flow.network.network import PRICED_AS, Network
 
 __all__ = ["cluster_for"]
 
-#: Bytes of the messages that are simulated.
+#: The bytes of the simulated messages.
 _SIZES = tuple(2**k for k in range(10, 31, 4))
 _IDLE = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
 
 
 def cluster_for(name: str, fabric: Fabric, network: Network) -> Cluster:
-    """Return the machines as planners see them: with the cost of a message on this fabric, whose name is `name`.
+    """Return the machines as planners see them, with the cost of a message on this fabric, called `name`.
 
-    Of parameter servers and what formulas price, this is `Network.cluster`. Raises what `simulate_flow` raises.
+    For parameter servers, and for networks with formulas, return `Network.cluster`. Raises the same errors as
+    `simulate_flow`.
     """
     alike = network.flat and network.sharing == "fifo" and len(set(network.link_scale)) <= 1
     if fabric.servers or (PRICED_AS.get(name, name) in COLLECTIVES and fabric.message_bytes is None and alike):

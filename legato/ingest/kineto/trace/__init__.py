@@ -1,1 +1,1 @@
-"""A profiler's file: `events` reads a step into `columns`, `activities` tells computations from collectives."""
+"""Read profiler files: `events` reads a step into `columns`; `activities` separates computations and collectives."""

@@ -1,12 +1,10 @@
-"""Tells the computations in a profiler trace from the collectives.
+"""Separate the computations in a profiler trace from the collectives.
 
-[Note: collectives without a device]
-Under gloo, an operator (`c10d::allreduce_`) issues a collective, a thread of
-gloo carries it out later, and that is what its mark (`gloo:all_reduce`) shows.
-A mark's record id follows its operator's. Where there are no ids, marks are
-joined to operators by their sizes and in their order, in which gloo's threads
-begin them nearly always. The operator tells what was issued, and where: gloo
-carries out a reduce-scatter as an all-reduce, and calls it that.
+[Note: collectives without a device] Under gloo, an operator (`c10d::allreduce_`) issues a collective, and a thread of
+gloo runs it later; the mark (`gloo:all_reduce`) shows the time of this run. The record id of a mark follows the id of
+its operator. Without ids, marks are matched with operators by size and order, since gloo's threads nearly always begin
+collectives in order. The operator tells which collective was issued, and where: gloo runs a reduce-scatter as an
+all-reduce, and marks it as an all-reduce.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ __all__ = [
 
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
 _WAITS = re.compile(rf"_?c10d\w*::(\w*wait|monitored_barrier)|{WAIT.pattern}")
-#: How many of the collectives issued next are tried for the size of a mark.
+#: How many of the next issued collectives are compared with the size of a mark.
 _TRIES = 8
 
 
 class Activity(NamedTuple):
-    """An event that ran from `start_s` to `end_s`; the host launched it at `host_s` on `thread` (seconds)."""
+    """An event that ran from `start_s` to `end_s` (seconds). The host launched the event at `host_s` on `thread`."""
 
     name: str
     host_s: float
@@ -59,11 +57,11 @@ class Activity(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The kind of a collective, the bytes that a rank gives to it, and whether these are integers.
+    """A description of a collective: its kind, the bytes of each rank's input, and whether the input has integers.
 
-    `itemsize` is the bytes of an element, `ranks` is how many ranks take part, and `peer` is the other one of a send or
-    receive; None if the trace does not tell. `group` are the ranks of its process group, and `purpose` is what the
-    program says that this is for; empty if the trace does not tell.
+    `itemsize` is the bytes of an element, `ranks` the number of ranks that take part, and `peer` the other rank of a
+    send or receive. `group` are the ranks of the process group, and `purpose` is the program's name for it. Unknown
+    numbers are None; an unknown `group` or `purpose` is empty.
     """
 
     kind: str
@@ -77,9 +75,10 @@ class Described(NamedTuple):
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """The kernels, copies and fills that the host launched in that time; without a device its outermost operators.
+    """Return the kernels, copies and fills that the host launched, or without a device, the outermost operators.
 
-    What issues collectives, waits for them or carries them out on the host computes nothing, also inside an operator.
+    Only launches from `start_s` to `end_s` count. Time in which the host issues collectives, waits for them or runs
+    them is no computation, even inside an operator.
     """
     if len(trace.device):
         return _device_activities(trace, start_s, end_s, ~_sends(trace))
@@ -100,7 +99,7 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
             found.append(Activity(name, start, thread, start, end, columns, i))
             continue
         cut[thread] = end
-        if inside:  # it cuts the operator around it in two
+        if inside:  # the wait splits the operator around it in two
             around, at = found[current[thread]], current[thread]
             found[at], current[thread] = around._replace(end_s=start), len(found)
             found.append(around._replace(host_s=end, start_s=end, end_s=max(around.end_s, end)))
@@ -112,7 +111,7 @@ def _computes(name: str) -> bool:
 
 
 def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tuple[list[float], list[float]]]:
-    """Return when each thread of the host carries out collectives in that time: the starts and the ends."""
+    """Return the starts and the ends of collectives on each thread of the host, between the two times."""
     columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
     rows = np.array(_marks(trace), dtype=np.int64)
     for i in rows[(columns.end[rows] > start_s) & (columns.start[rows] < end_s)].tolist():
@@ -123,7 +122,7 @@ def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tu
 
 
 def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, float]]:
-    """The times (start, end) in which an operator waits for a collective; none where there is a device."""
+    """Return the times (start, end) in which an operator waits for a collective, or none if there is a device."""
     if len(trace.device):
         return []
     columns = trace.operator
@@ -133,9 +132,9 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 
 
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """The collectives that the host issued in that time (see the note above).
+    """Return the collectives that the host issued between the two times (see the note above).
 
-    They are events of the device (see `_sends`), or the marks of gloo, MPI and so on, on the host.
+    The collectives are events of the device (see `_sends`), or marks on the host, for example of gloo or MPI.
     """
     if not _on_host(trace):
         return _device_activities(trace, start_s, end_s, _sends(trace))
@@ -143,7 +142,7 @@ def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
 
 
 def _on_host(trace: Trace) -> bool:
-    """Return whether the host carries out the collectives, even if a device computes."""
+    """Return whether the host runs the collectives, even if a device computes."""
     if not len(trace.device):
         return True
     marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
@@ -151,9 +150,10 @@ def _on_host(trace: Trace) -> bool:
 
 
 def _sends(trace: Trace) -> NDArray[np.bool_]:
-    """Return which events of the device move data between devices; found once.
+    """Return which events of the device move data between devices (computed once).
 
-    Their names say so, or the operator or mark of a collective has launched them, and no operator inside it.
+    An event counts if its name says so, or if it was launched by the operator or mark of a collective, but not by an
+    operator inside that operator.
     """
     if trace.sends is None:
         device, (host, thread) = trace.device, _launches(trace)
@@ -174,9 +174,10 @@ def _sends(trace: Trace) -> NDArray[np.bool_]:
 
 
 def suspected(trace: Trace, computed: Sequence[Activity]) -> dict[str, float]:
-    """The kernels of these computations that may move data between devices, and how long they run (seconds).
+    """Return the kernels among these computations that may move data between devices, with their seconds.
 
-    Their names say so, or no operator has launched them and most events of their stream are transfers.
+    A kernel is suspected if its name looks like a transfer's name, or if no operator launched it and most events of its
+    stream are transfers.
     """
     if not len(trace.device):
         return {}
@@ -191,25 +192,25 @@ def suspected(trace: Trace, computed: Sequence[Activity]) -> dict[str, float]:
 
 
 def _around(columns: EventColumns, thread: int, moment_s: float) -> list[int]:
-    """The rows of the events that run on a thread at a moment, the one that began last first."""
+    """Return the rows of the events that run on a thread at a moment, beginning with the latest."""
     last = int(np.searchsorted(columns.start, moment_s, side="right"))
     rows = np.arange(max(last - 256, 0), last)
     return [int(i) for i in rows[(columns.thread[rows] == thread) & (columns.end[rows] >= moment_s)][::-1]]
 
 
 def _rows(trace: Trace, columns: EventColumns, wanted: Callable[[str], object]) -> NDArray[np.bool_]:
-    """Return which events have names that are wanted."""
+    """Return which events have a wanted name."""
     return np.array([bool(wanted(name)) for name in trace.names], dtype=np.bool_)[columns.name]
 
 
 def _marks(trace: Trace) -> list[int]:
-    """The rows of the marks of collectives on the host."""
+    """Return the rows of the marks of collectives on the host."""
     known = _rows(trace, trace.annotation, lambda name: COLLECTIVE_NAME.match(name) or trace.known.is_added(name))
     return [int(row) for row in np.flatnonzero(known)]
 
 
 def _marked(trace: Trace) -> list[Activity]:
-    """The marks of collectives on the host, issued by their operators where the trace has these; found once."""
+    """Return the marks of collectives on the host with their issuing operators, if traced (computed once)."""
     if trace.issued is None:
         trace.issued = _joined(trace)
     return trace.issued
@@ -236,7 +237,7 @@ def _joined(trace: Trace) -> list[Activity]:
 
 
 def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
-    """The row of the operator that issued a mark's collective, which is taken from those that are left; or None."""
+    """Return the row of the operator that issued a mark's collective, or None, and remove it from `issued`."""
     began = trace.annotation.start[mark]
     elements = _elements(trace.annotation.detail(mark))
     before = [i for i in itertools.islice(issued, _TRIES) if trace.operator.start[i] <= began]
@@ -249,7 +250,10 @@ def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
 
 
 def _elements(args: Arguments | None) -> int | None:
-    """The elements of what a collective sends: of the second argument if that is a tensor, since results come first."""
+    """Return the elements that a collective sends.
+
+    Results come first in the arguments, so the elements are in the second argument if that is a tensor.
+    """
     dims = None if args is None else args.dimensions()
     if not isinstance(dims, list):
         return None
@@ -257,7 +261,7 @@ def _elements(args: Arguments | None) -> int | None:
 
 
 def device_free_at(trace: Trace, start_s: float) -> float:
-    """Return when the device has finished everything launched before `start_s`, but not before `start_s`."""
+    """Return when the device has finished everything launched before `start_s`, or `start_s` if that is later."""
     if not len(trace.device):
         return start_s
     host, _ = _launches(trace)
@@ -268,9 +272,9 @@ def device_free_at(trace: Trace, start_s: float) -> float:
 def foreign(
     trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
 ) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
-    """Return (start, end) of computations, and (kind, start, end) of collectives, between `begin_s` and `until_s`.
+    """Return other steps' computations (start, end) and collectives (kind, start, end) from `begin_s` to `until_s`.
 
-    What the host launched from `start_s` to `end_s` is left out. Only a device's computations count.
+    Events that the host launched from `start_s` to `end_s` are left out. Computations count only on a device.
     """
 
     def of_others(activity: Activity) -> bool:
@@ -303,13 +307,12 @@ def _device_activities(trace: Trace, start_s: float, end_s: float, wanted: NDArr
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return when and on which thread the host launched each device event: by correlation, else by its operator.
+    """Return when and on which thread the host launched each device event.
 
-    A stream runs its events in the order of their launches. An event whose
-    launch and operator are not in the trace was therefore launched when the event before it in
-    its stream was, and before the trace began (at -inf) if there is none. In a
-    stream without any known launch, events are launched when they start. The
-    thread of an unknown launch is -1.
+    A launch is found by correlation, or otherwise by its operator. A stream runs its events in the order of their
+    launches. So an event without launch and operator in the trace gets the launch time of the previous event in its
+    stream. If there is no previous event, the launch time is -inf (before the trace). In a stream without any known
+    launch, the launch time of an event is its start. The thread of an unknown launch is -1.
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)
@@ -329,9 +332,11 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
-    """The sends and receives of a kernel that carries out several: what its thread has issued without one since then.
+    """Return the sends and receives of a kernel that runs several of them.
 
-    Empty if the trace does not tell all of them: their peers, and their bytes.
+    The thread of the kernel has issued these sends and receives since `since_s`, without separate kernels.
+
+    The result is empty if the trace lacks the peer or the bytes of one of them.
     """
     columns, found = trace.operator, list[Sent]()
     for i in range(*map(int, np.searchsorted(columns.start, (since_s, activity.host_s)))):
@@ -350,8 +355,9 @@ def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...
 def describe(trace: Trace, activity: Activity) -> Described:
     """Return a description of a collective.
 
-    It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
-    `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
+    The description comes from the arguments of the kernel if NCCL wrote them. Otherwise, the description comes from the
+    host events around the launch: `nccl:all_reduce`, `record_param_comms` and the issuing operator, which knows the
+    kind best.
     """
     told, host_names = _told(trace, activity)
     nbytes, integers, itemsize, ranks, peer = None, False, None, None, -1
@@ -370,13 +376,14 @@ def describe(trace: Trace, activity: Activity) -> Described:
 
 
 def _told(trace: Trace, activity: Activity) -> tuple[list[Arguments], list[str]]:
-    """All arguments that tell of a collective, its own first, and the names of the host's events around its launch."""
+    """Return all arguments about a collective, its own first, and the names of the host events around its launch."""
     around = _around(trace.annotation, activity.thread, activity.host_s)
     mark = COLLECTIVE_NAME.match, trace.known.is_added
     marks = [i for i in around if any(matches(trace.named(trace.annotation, i)) for matches in mark)]
     around = _around(trace.operator, activity.thread, activity.host_s)
     issuers = [i for i in around if trace.known.known(trace.named(trace.operator, i))]
-    sized = [i for i in issuers if not ISSUES.match(trace.named(trace.operator, i))]  # these begin with their results
+    # the arguments of these operators begin with their results
+    sized = [i for i in issuers if not ISSUES.match(trace.named(trace.operator, i))]
     asked = [activity.columns.detail(activity.row)]
     asked += [*map(trace.annotation.detail, marks), *map(trace.operator.detail, sized)]
     names = [trace.named(trace.annotation, i) for i in marks] + [trace.named(trace.operator, i) for i in issuers]
@@ -384,13 +391,13 @@ def _told(trace: Trace, activity: Activity) -> tuple[list[Arguments], list[str]]
 
 
 def _given_bytes(args: Arguments) -> int | None:
-    """The bytes that NCCL says a rank gives; None if it does not."""
+    """Return the bytes of a rank's input according to NCCL, or None if NCCL does not say."""
     size, elements = element_bytes(args.dtype), whole_number(args.elements)
     return size * elements if size is not None and elements > 0 else None
 
 
 def _size(args: Arguments) -> tuple[int | None, bool, int | None]:
-    """The bytes that a rank gives, as NCCL or else its shape tells, whether they are integers, and an element's."""
+    """Return the bytes of a rank's input, whether it has integers, and the bytes of an element."""
     if (nbytes := _given_bytes(args)) is not None:
         return nbytes, is_integer(args.dtype), element_bytes(args.dtype)
     dims, types = args.dimensions(), args.type_names()
@@ -400,11 +407,11 @@ def _size(args: Arguments) -> tuple[int | None, bool, int | None]:
 
 
 def _peer(args: Arguments) -> int:
-    """The other rank of a send or receive; -1 if it is neither, or the trace does not tell."""
+    """Return the other rank of a send or receive, or -1 for other collectives or if the trace does not tell it."""
     told = {"send": args.receiver, "recv": args.sender}
     return whole_number(told.get(collective_kind(args.collective or "") or ""))
 
 
 def _purpose(trace: Trace, args: Arguments) -> str:
-    """Return what the process group of a collective is for, as the program says."""
+    """Return the program's description of the process group of a collective."""
     return trace.marks.groups.get(str(args.group), ("", ()))[0] or one_line(str(args.purpose or ""))

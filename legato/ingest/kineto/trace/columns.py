@@ -1,12 +1,10 @@
 """The events of one step of a profiler trace, stored in columns.
 
-[Note: events near a step]
-An event of the host belongs to the step during which it happens. An event of the
-device belongs to the step in which the host launched it, which may be much
-earlier, and the file has the two in any order. However, a device queue holds
-only about a thousand launches. Of launches and device events, the nearest ones
-outside the step are therefore kept as well, many more than any queue holds, and
-the memory does not grow with the length of the trace.
+[Note: events near a step] An event of the host belongs to the step during which it happens. An event of the device
+belongs to the step in which the host launched it. The launch may be much earlier than the event, and the file has the
+two in any order. However, a device queue holds only about a thousand launches. Therefore the launches and device events
+nearest to the step are kept as well, many more than any queue holds, and the memory does not grow with the length of
+the trace.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ __all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "rows_with", "whole
 
 Number = int | float | str | None
 
-#: How many launches and how many device events outside a step are kept.
+#: The number of launches outside a step that are kept, and the number of device events.
 NEAREST = 2**15
 _MISSING = -1
 
 
 class Arguments(msgspec.Struct):
-    """The arguments of an event as profilers of any version write them: numbers and lists may also be text."""
+    """The arguments of an event as written by profilers of any version: numbers and lists may also be text."""
 
     external: Number = msgspec.field(default=None, name="External id")
     old_external: Number = msgspec.field(default=None, name="external id")
@@ -63,30 +61,30 @@ class Arguments(msgspec.Struct):
         self.external = self.old_external if self.external is None else self.external
 
     def detached(self) -> Arguments:
-        """The same arguments without a reference to the block of the file from which they were decoded."""
+        """Return the same arguments without a reference to the block of the file from which they were decoded."""
         self.dims, self.types, self.old_dims = self.dims.copy(), self.types.copy(), msgspec.Raw()
         self.members = self.members.copy()
         return self
 
     def key(self) -> Hashable:
-        """A key that is equal for arguments that differ in their ids alone."""
+        """Return a key that is equal for arguments that differ only in their ids."""
         told = self.nbytes, self.collective, self.elements, self.results, self.ranks, self.dtype
         where = self.group, self.purpose, self.first, self.stride, self.receiver, self.sender
         return *told, *where, bytes(self.dims), bytes(self.types), bytes(self.members)
 
     def dimensions(self) -> Any:
-        """`Input Dims` as lists of numbers, or None."""
+        """Return `Input Dims` as lists of numbers, or None."""
         return _decoded(self.dims)
 
     def type_names(self) -> Any:
-        """`Input type` as a list of names, or None."""
+        """Return `Input type` as a list of names, or None."""
         return _decoded(self.types)
 
     def group_members(self) -> tuple[int, ...]:
-        """The ranks of the process group; empty if they are not told, or only the first of them are."""
+        """Return the ranks of the process group, or () if the trace does not list all of them."""
         size, first, stride = (whole_number(value) for value in (self.ranks, self.first, self.stride))
         listed = _decoded(self.members)
-        if isinstance(listed, str):  # of long groups it ends in "...]"
+        if isinstance(listed, str):  # the text of a long group ends in "...]"
             listed = [int(number) for number in re.findall(r"\d{1,9}", listed)]
         if isinstance(listed, list) and len(listed) == size and all(isinstance(rank, int) for rank in listed):
             return tuple(listed)
@@ -105,8 +103,8 @@ def _decoded(raw: msgspec.Raw) -> Any:
 class EventColumns:
     """The events of one kind in columns; equal arguments are stored once.
 
-    The events that overlap the time from `start_s` to `end_s` are kept, and the
-    `nearest` ones outside it (see the note above).
+    Events that overlap the time from `start_s` to `end_s` are kept, and the `nearest` events outside that time (see the
+    note above).
     """
 
     def __init__(self, start_s: float = -math.inf, end_s: float = math.inf, nearest: int = 0) -> None:
@@ -124,7 +122,7 @@ class EventColumns:
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event; `name` and `thread` index the trace's tables; without `keep` only ids are stored."""
+        """Append an event. `name` and `thread` are indices of tables; `args` are stored only with `keep`."""
         number = -1
         if keep:
             number = self._numbers.setdefault(args.key(), len(self._details))
@@ -157,7 +155,7 @@ class EventColumns:
         return len(self.start)
 
     def seal(self) -> None:
-        """Sort by start (the longest first if equal) and convert to numpy; nothing can be added afterwards."""
+        """Sort by start (on a tie, the longest first) and convert to numpy. Nothing can be added afterwards."""
         start, end = np.array(self._start), np.array(self._end)
         order = np.lexsort((-end, start))
         del self._start, self._end
@@ -173,20 +171,20 @@ class EventColumns:
         del self._detail
 
     def repeats(self) -> NDArray[np.bool_]:
-        """Return which events are the same as another one in all but their arguments: all of these but one."""
+        """Return which events are repeats: all but one event of each set of events that differ only in arguments."""
         columns = self.link, self.thread, self.name, self.end, self.start
         order, found = np.lexsort(columns), np.zeros(len(self), np.bool_)
         found[order[1:]] = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
         return found
 
     def drop(self, rows: NDArray[np.bool_]) -> int:
-        """Drop these events, and return how many they were."""
+        """Drop these events, and return their number."""
         for name in ("start", "end", "name", "thread", "link", "record", "external", "_number"):
             setattr(self, name, getattr(self, name)[~rows])
         return int(rows.sum())
 
     def end_in_turn(self) -> int:
-        """Cut each event off where the next one of its thread begins, and return how many would have gone on."""
+        """End each event at the begin of the thread's next event if it outlasts that event; return how many did."""
         count = 0
         for thread in np.unique(self.thread):
             rows = np.flatnonzero(self.thread == thread)
@@ -197,7 +195,7 @@ class EventColumns:
         return count
 
     def detail(self, row: int) -> Arguments | None:
-        """The arguments of an event, or None if they were not stored."""
+        """Return the arguments of an event, or None if they were not stored."""
         number = int(self._number[row])
         return None if number < 0 else self._details[number]
 
@@ -207,12 +205,12 @@ class EventColumns:
         self._details.append(args)
 
     def detailed(self) -> list[int]:
-        """The rows whose arguments are stored."""
+        """Return the rows whose arguments are stored."""
         return [int(row) for row in np.flatnonzero(self._number >= 0)]
 
 
 def rows_with(numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each wanted number a row that has it, or -1; no row has a negative one."""
+    """Return, for each wanted number, a row that has it, or -1. No row has a negative number."""
     if not len(numbers):
         return np.full(len(wanted), -1)
     order = np.argsort(numbers, kind="stable")
@@ -221,7 +219,7 @@ def rows_with(numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[
 
 
 def whole_number(value: Number) -> int:
-    """The value as an integer of at most 62 bits, or -1."""
+    """Return the value as an integer of at most 62 bits, or -1."""
     try:
         number = int(value) if value is not None else _MISSING
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Reads a PyTorch profiler trace in two passes.
+"""Read a PyTorch profiler trace in two passes.
 
-A trace has millions of events, of which one step is needed. The first pass finds
-the steps; the second one stores the events of one step in columns.
+A trace has millions of events, but only one step is needed. The first pass finds the steps; the second pass stores the
+events of one step in columns.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 COLLECTIVE_NAME = re.compile(r"(?:\w*ccl|gloo|mpi|ucc):(\w+)")
 #: The operators that issue collectives.
 ISSUES = re.compile(r"c10d::(?!check_for_nan)")
-#: Python's calls of `work.wait()`, which a trace with stacks has.
+#: Python's calls of `work.wait()`, which appear in a trace with stacks.
 WAIT = re.compile(r"<built-in method (?:wait|monitored_barrier) of (?:pybind11|PyCapsule|torch\._C\._distributed_c10d)")
 
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _MARKS = re.compile(rf"{_STEP}|{_UPDATE}|{COLLECTIVE_NAME.pattern}")
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
-#: Categories, in lower case. Categories of one word, and marks among the operators, are from profilers before 2022.
+#: The kind of each event category, in lower case. Profilers before 2022 wrote one-word categories, and wrote marks as
+#: operators.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: If there is fewer than one event for this number of a rank's own, these belong to no other rank, and can be wrong
-#: where the rest is right.
+#: Fewer than one in this number of events are strays. Strays on another device do not mean that the trace is of several
+#: ranks, and the times of strays may be wrong even if all other times are right.
 STRAY = 20
-#: An event that begins so long before one that was launched earlier has a wrong time.
+#: An event has a wrong time if it begins this much before an event that was launched earlier.
 _MISPLACED_S = 0.1
-#: Larger times, 30,000 years, are errors.
+#: Larger times (more than 30,000 years) are errors.
 _LARGEST_US = 1e18
 
 
 @dataclass(frozen=True)
 class HostInterval:
-    """A step or an update of the optimizer: its name, and when the host ran it (seconds since the first event)."""
+    """A step or an update of the optimizer: its name, and its time on the host (seconds since the first event)."""
 
     name: str
     start_s: float
@@ -71,32 +72,34 @@ class HostInterval:
 
 @dataclass
 class Marks:
-    """The result of the first pass over one rank's trace: its steps and the updates of its optimizer, in order."""
+    """The result of the first pass over one rank's trace: steps and updates of the optimizer, in order."""
 
     path: Path
     rank: int | None = None
     workers: int | None = None
-    has_groups: bool = False  # of fewer ranks than the job has
-    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by name: purpose, ranks if known
+    has_groups: bool = False  # whether it has groups of fewer ranks than the job has
+    # by name: the purpose, and the ranks if known
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     origin_us: float = 0.0
     events: int = 0
-    has_work: bool = False  # operators or kernels
-    timeless: Counter[str] = field(default_factory=Counter)  # events without times, or that end before they begin
-    unmarked: int = 0  # steps of no time
-    endless: int = 0  # events of a stream that do not end before the next one of it has ended
-    repeats: int = 0  # events that are in the file again
-    misplaced: int = 0  # events far from where the order of launches has them
-    late: int = 0  # kernels that began before their launch
-    behind_s: float = 0.0  # by how much the clock of the device lags the host's, at least
-    repaired: int = 0  # values that were no JSON
-    processes: set[int] = field(default_factory=set)  # of the host
-    devices: Counter[str] = field(default_factory=Counter)  # events by device
+    has_work: bool = False  # whether it has operators or kernels
+    # the number of events without times, or that end before they begin
+    timeless: Counter[str] = field(default_factory=Counter)
+    unmarked: int = 0  # the number of steps without duration
+    endless: int = 0  # the number of events that still run after the end of the next event of their stream
+    repeats: int = 0  # the number of repeated events
+    misplaced: int = 0  # the number of events with times far from their place in the order of launches
+    late: int = 0  # the number of kernels that began before their launch
+    behind_s: float = 0.0  # the least lag of the device's clock after the host's clock
+    repaired: int = 0  # the number of values that were not JSON
+    processes: set[int] = field(default_factory=set)  # the processes of the host
+    devices: Counter[str] = field(default_factory=Counter)  # the number of events of each device
     steps: list[HostInterval] = field(default_factory=list)
     updates: list[HostInterval] = field(default_factory=list)
 
     @property
     def device(self) -> str:
-        """The device with most events; others are left out."""
+        """Return the device with the most events; other devices are left out."""
         return max(self.devices, key=self.devices.__getitem__, default="")
 
 
@@ -104,7 +107,7 @@ class Marks:
 class Trace:
     """The events of one step of one rank.
 
-    The links of `device` and `launch` are correlation numbers, the links of `operator` sequence numbers.
+    The links of `device` and `launch` are correlation numbers; the links of `operator` are sequence numbers.
     """
 
     marks: Marks
@@ -115,15 +118,15 @@ class Trace:
     names: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
     known: Transfers = field(default_factory=Transfers)
-    issued: list[Any] | None = None  # the collectives of the host, once they are joined to their operators
+    issued: list[Any] | None = None  # the collectives of the host, once they are matched with their operators
     sends: NDArray[np.bool_] | None = None  # which events of the device are transfers, once that is known
 
     def without_events(self) -> Trace:
-        """The same trace without its events."""
+        """Return the same trace without its events."""
         return Trace(self.marks, EventColumns(), EventColumns(), EventColumns(), EventColumns())
 
     def named(self, columns: EventColumns, row: int) -> str:
-        """The name of an event."""
+        """Return the name of an event."""
         return self.names[int(columns.name[row])]
 
 
@@ -150,7 +153,7 @@ class _Event(_Mark, gc=False):
 
 
 def read_marks(path: Path, progress: Progress | None = None) -> Marks:
-    """Make the first pass. Raises `FileError` when the file is not a trace or a mark is malformed."""
+    """Make the first pass. Raises `FileError` if the file is not a trace or a mark is malformed."""
     marks, header, began = Marks(path), Header(), False
     for event in events(path, _First, header, progress):
         marks.events += 1
@@ -187,7 +190,7 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
 
 
 def _note_job(marks: Marks, distributed: Mapping[str, Any]) -> None:
-    """Note what the profiler wrote of the job: the rank, the number of ranks, and the process groups."""
+    """Record the profiler's information about the job: the rank, the number of ranks, and the process groups."""
     marks.rank = _positive(distributed.get("rank"))
     marks.workers = _positive(distributed.get("world_size"))
     groups = distributed.get("pg_config")
@@ -203,7 +206,7 @@ def _note_job(marks: Marks, distributed: Mapping[str, Any]) -> None:
 def read_trace(
     marks: Marks, step: HostInterval, progress: Progress | None = None, known: Transfers | None = None
 ) -> Trace:
-    """Make the second pass, for one step. Raises `FileError` when an event is malformed."""
+    """Make the second pass, for one step. Raises `FileError` if an event is malformed."""
     device, launch = (EventColumns(step.start_s, step.end_s, NEAREST) for _ in range(2))
     operator, annotation = (EventColumns(step.start_s, step.end_s) for _ in range(2))
     trace = Trace(marks, device, launch, operator, annotation, known=known or Transfers())
@@ -232,7 +235,8 @@ def read_trace(
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
-    if (device.repeats() & (device.end > device.start)).any():  # a stream has run the same twice, as if it were two
+    # a stream cannot run the same event twice at once, so the file has the event twice
+    if (device.repeats() & (device.end > device.start)).any():
         marks.repeats = max(marks.repeats, sum(columns.drop(columns.repeats()) for columns in by_kind.values()))
     marks.misplaced = max(marks.misplaced, device.drop(_misplaced(trace)))
     marks.endless = max(marks.endless, device.end_in_turn())
@@ -241,13 +245,13 @@ def read_trace(
 
 
 def _launched_s(trace: Trace) -> NDArray[np.float64]:
-    """Return when the host launched each event of the device; not a number where its launch is not in the trace."""
+    """Return when the host launched each event of the device (NaN if its launch is not in the trace)."""
     rows = rows_with(trace.launch.link, trace.device.link)
     return np.append(trace.launch.start, np.nan)[rows]
 
 
 def _misplaced(trace: Trace) -> NDArray[np.bool_]:
-    """The few events of the device that begin long before or after their neighbours in the order of their launches."""
+    """Return which events of the device begin long before or after their neighbours in the order of launches."""
     device, launched, found = trace.device, _launched_s(trace), np.zeros(len(trace.device), np.bool_)
     for thread in np.unique(device.thread):
         rows = np.flatnonzero((device.thread == thread) & np.isfinite(launched))
@@ -260,7 +264,7 @@ def _misplaced(trace: Trace) -> NDArray[np.bool_]:
 
 
 def _align(trace: Trace) -> float:
-    """Set the clock of the device forward if most events begin before their launches, and return by how much."""
+    """Set the device's clock forward if most events begin before their launches, and return the shift in seconds."""
     early = _launched_s(trace) - trace.device.start
     if not np.isfinite(early).any() or np.nanmedian(early) <= 0:
         return 0.0
@@ -279,7 +283,7 @@ def _kind(event: _Mark) -> str | None:
 
 
 def _device(pid: Number, args: _Where | Arguments | None) -> str:
-    """The name of a device: what the profiler has for its process, and what the event says if that differs."""
+    """Return the name of a device: its process, and the device that the event names, if different."""
     told = None if args is None else args.device
     return str(pid) if told is None or str(told) == str(pid) else f"{pid} (device {one_line(str(told), 20)})"
 
@@ -306,7 +310,7 @@ def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
 
 
 def _number(value: Number) -> float:
-    """The microseconds that a trace has; not a number where it has none."""
+    """Return a time of a trace in microseconds, or NaN if the trace has no valid number."""
     if not isinstance(value, float):
         try:
             value = float(value if value is not None else math.nan)

@@ -1,2 +1,5 @@
-"""The engine: services (`services.py`), which simulations add to a graph (`graph.py`), run on links that serve them in
-turn, first come, first served or by priority (`loop.py`), or all at once at max-min fair rates (`fair.py`)."""
+"""The engine, which runs services on links.
+
+Simulations add services (`services.py`) to a graph (`graph.py`). Links serve services one after another (first come,
+first served, or by priority; `loop.py`), or all at once at max-min fair rates (`fair.py`).
+"""

@@ -1,11 +1,11 @@
-"""Max-min fair sharing: all transfers on a link at once; no rate can rise without lowering one that is not higher.
+"""Max-min fair sharing: all transfers on a link at once; no rate can rise without lowering an equal or lower rate.
 
-Services that cut through one another are one *flow*: it moves at one rate over all their links, and starts when none of
-them waits for anything else. Whenever a flow starts or ends, the rates are computed again by progressive filling: raise
-all rates equally; when a link is full, fix the rates of its flows; continue with the others. With priorities, the flows
-of the highest one share all bandwidth, the flows of the next one share what is left, and so on. This is for small
-cases: each change looks at all active flows. Where links are disturbed (`disturbances.py`), every change of a link's
-rate is such a change, so rates are constant in between.
+Services that cut through one another form one *flow*, which moves at one rate over all their links. A flow starts when
+none of its services waits for anything outside the flow. Whenever a flow starts or ends, the rates are computed again
+by progressive filling: raise all rates equally; when a link is full, fix the rates of its flows; continue with the
+remaining flows. With priorities, the flows of the highest priority share all bandwidth, the flows of the next priority
+share the rest, and so on. This engine is for small cases, since each change looks at all active flows. If links are
+disturbed (`disturbances.py`), the rates are also computed again whenever the speed of a link changes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles, 
 
 __all__ = ["fair_rates", "run_fair"]
 
-#: A flow has ended when this share of its bytes is left.
+#: A flow has ended when only this fraction of its bytes is left.
 _NOTHING = 1e-12
 _NO_WEIGHT = np.empty(0, np.int64)
-#: A flow: when it is ready and when it starts; its bytes on links, those that are left, and their rate; its time on no
-#: link; and the number of flows' services that it waits for.
+#: The state of a flow: the time when it is ready, its start, its bytes on links, the bytes left, its rate, its time on
+#: no link, and the number of services for which its services wait.
 _STATE = np.dtype(
     [(name, "f8") for name in ("ready_s", "start_s", "size", "left", "rate", "fixed_s")] + [("held_back", "i8")]
 )
 
 
 class _Flows(NamedTuple):
-    """The flow of each service, by how many seconds the service is later than its flow, and its bytes.
+    """All flows: for each service, its flow and its delay after the flow in seconds; for each flow, its bytes.
 
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
@@ -55,10 +55,10 @@ def run_fair(
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and links
-    have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have the same
-    `priority`, if there is one; higher ones go first. Service i takes `weight[i]` times its flow's rate of its link
-    (once if `weight` is empty), as if it were `weight[i]` flows that have to be equally fast; weights exclude
-    priorities.
+    have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. If there are priorities, the services
+    of a flow have the same `priority`, and higher priorities go first. Service i uses `weight[i]` times the rate of its
+    flow on its link (once if `weight` is empty), as if it were `weight[i]` equally fast flows. Weights cannot be
+    combined with priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -77,7 +77,7 @@ def run_fair(
 
 @compiled
 def _root(parent, i):
-    """The service at the root of the tree of service i."""
+    """Return the service at the root of the tree of service i."""
     while parent[i] != i:
         i = parent[i]
     return i
@@ -85,12 +85,12 @@ def _root(parent, i):
 
 @compiled
 def _flows(records, successors):
-    """Return (the flow of each service, by how many seconds the service is later than its flow)."""
+    """Return (flow, delay after the flow in seconds) of each service."""
     total = len(records)
     parent = np.arange(total)
     lag_s = np.zeros(total)
     changed = True
-    while changed:  # as many times as the longest path of cut-through services is long
+    while changed:  # repeats as often as the longest path of cut-through services has edges
         changed = False
         for i in range(total):
             for e in range(records[i].first, records[i].first + records[i].count):
@@ -108,16 +108,16 @@ def _flows(records, successors):
             flow[i] = flows
             flows += 1
         else:
-            flow[i] = flow[_root(parent, i)]  # roots are the smallest
+            flow[i] = flow[_root(parent, i)]  # the root of a flow has the smallest id
     return flow, lag_s
 
 
 @compiled
 def fair_rates(links, first, capacity, weight):
-    """The max-min fair rate of each flow, in the unit of `capacity[link]`.
+    """Return the max-min fair rate of each flow, in the unit of `capacity[link]`.
 
-    Flow f uses `links[first[f]:first[f + 1]]`, each listed once, `weight` times its rate there (if it is empty: its
-    rate). A flow on no link has an infinite rate.
+    Flow f uses the links `links[first[f]:first[f + 1]]`, each listed once. On each link, a flow uses `weight` times its
+    rate, or just its rate if `weight` is empty. A flow on no link has an infinite rate.
     """
     flows, num_links = len(first) - 1, len(capacity)
     rate = np.full(flows, np.inf)
@@ -150,7 +150,7 @@ def fair_rates(links, first, capacity, weight):
 
 @compiled
 def _rates_by_priority(links, first, capacity, priority):
-    """The max-min fair rates of the flows of each priority on what those with higher ones leave."""
+    """Return max-min fair rates: each priority shares the bandwidth that higher priorities leave."""
     rate, left = np.zeros(len(priority)), capacity.copy()
     for level in np.unique(priority)[::-1]:
         mine = np.flatnonzero(priority == level)
@@ -173,7 +173,7 @@ def _rates_by_priority(links, first, capacity, priority):
 
 @compiled
 def _links_of(records, active, by_flow, first):
-    """The links of the active flows, each once per flow, as arguments for `fair_rates`, and the services on them."""
+    """Return the links of active flows as arguments for `fair_rates`, each once per flow, and the services on them."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
     for f in active:
@@ -195,7 +195,7 @@ def _links_of(records, active, by_flow, first):
 
 @compiled
 def _states(records, successors, flows):
-    """All flows before the first one starts."""
+    """Return the states of all flows before the first flow starts."""
     states = np.zeros(len(flows.first) - 1, _STATE)
     for i in range(len(records)):
         mine = states[flows.flow_of[i]]
@@ -212,7 +212,7 @@ def _states(records, successors, flows):
 
 @compiled
 def _next_s(states, waiting, active, now):
-    """The earliest moment at which a flow starts or ends."""
+    """Return the earliest moment at which a flow starts or ends."""
     until = np.inf
     for f in waiting:
         until = min(until, states[f].ready_s)
@@ -224,7 +224,7 @@ def _next_s(states, waiting, active, now):
 
 @compiled
 def _moved(states, active, now, until):
-    """(flows that go on, flows that end) after moving until then."""
+    """Let all active flows send up to a moment, and return (flows that go on, flows that end)."""
     moving, ended = [0][:0], [0][:0]
     for f in active:
         flow = states[f]
@@ -238,7 +238,7 @@ def _moved(states, active, now, until):
 
 @compiled
 def _started(states, waiting, now, moving, ended):
-    """Start the waiting flows that are ready: those without bytes end at once. Returns those that go on waiting."""
+    """Start the waiting flows that are ready, and return the flows that still wait. Flows without bytes end at once."""
     later = [0][:0]
     for f in waiting:
         if states[f].ready_s > now:
@@ -254,7 +254,7 @@ def _started(states, waiting, now, moving, ended):
 
 @compiled
 def _end(records, successors, flows, states, f, now, profiles, waiting):
-    """End flow f, and put those that may start after it to the ones that are `waiting`."""
+    """End flow f, and add the flows that may start after it to `waiting`."""
     first, last, start = flows.first[f], flows.first[f + 1], states[f].start_s
     end = now
     if states[f].size == 0:
@@ -274,11 +274,13 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):
 
 @compiled
 def _run(records, successors, flows, capacity, changes, profiles, priority, weight):
-    """Run all services; `priority` (by flow), `weight` (by service) and `changes` (seconds, link, capacity) may be
-    empty."""
+    """Run all services, and return how many ran.
+
+    `priority` (by flow), `weight` (by service) and `changes` (seconds, link, capacity) may be empty.
+    """
     change_s, change_link, change_to = changes
     states, changed, now, done = _states(records, successors, flows), 0, 0.0, 0
-    waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # may start at ready_s
+    waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # these flows may start at ready_s
     active = [0][:0]
     while len(waiting) > 0 or len(active) > 0:
         until = _next_s(states, waiting, active, now)

@@ -13,15 +13,15 @@ from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, SERVICE, Ids,
 
 __all__ = ["MOST_FAIR_SERVICES", "Graph"]
 
-#: A service takes 64 bytes. Ids and edges are numbers of 32 bits.
+#: The most services. A service takes 64 bytes; ids and edges are numbers of 32 bits.
 _MOST_SERVICES = 100_000_000
-#: Where transfers share links fairly, each one that starts or ends may change the rates of all the others.
+#: The most services if links are shared fairly: each transfer that starts or ends may change the rates of all others.
 MOST_FAIR_SERVICES = 1_000_000
 _MOST_EDGES = 2**31 - 1
 
 
 class Graph:
-    """Services and edges; they are added as arrays. A graph has at most `most` services."""
+    """Services and edges, which are added as arrays. A graph has at most `most` services."""
 
     def __init__(self, most: int = _MOST_SERVICES) -> None:
         self._most = most
@@ -40,7 +40,7 @@ class Graph:
         key: ArrayLike = 0,
         tag: ArrayLike = NO_TAG,
     ) -> Ids:
-        """Add services in an array of this shape (everything else is broadcast to it), and return their ids."""
+        """Add services in an array of this shape, and return their ids. Other arguments are broadcast to the shape."""
         start, count = self.num_services, math.prod(shape)
         self.check_room(count)
         self.num_services += count
@@ -50,12 +50,12 @@ class Graph:
         return np.arange(start, start + count, dtype=np.int32).reshape(shape)
 
     def check_room(self, count: int) -> None:
-        """Raise `TooLargeError` if `count` more services are too many."""
+        """Raise `TooLargeError` if the graph has no room for `count` more services."""
         if self.num_services + count > self._most:
             raise self._too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """Let `after` wait for `before`, element by element (the two arrays are broadcast)."""
+        """Let each service in `after` wait for the one in `before` (the two arrays are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:
@@ -66,7 +66,7 @@ class Graph:
             ends[start : start + count].reshape(ids.shape)[...] = ids
 
     def join(self, befores: Ids, axis: int = -1) -> Ids:
-        """Add services that take no time, each of which waits for all services along the axis; return their ids."""
+        """Add services that take no time, each waiting for all services along the axis, and return their ids."""
         moved = np.moveaxis(befores, axis, -1)
         joined = self.add(moved.shape[:-1])
         self.edge(moved, joined[..., None])
@@ -76,7 +76,7 @@ class Graph:
         return TooLargeError(f"more than {self._most:,} transfers and computations to simulate (fewer workers?)")
 
     def freeze(self, num_links: int) -> Services:
-        """Return the graph for the engine. Nothing can be added afterwards."""
+        """Return the graph in the engine's form. Nothing can be added afterwards."""
         from legato.simulator.flow.engine.loop import link_edges
 
         records = self._records[: self.num_services]
@@ -85,6 +85,6 @@ class Graph:
 
 
 def _grow(array: NDArray[Any], least: int) -> None:
-    """Make room for at least `least` entries, in place; no other code holds the array while the graph is built."""
+    """Make room for at least `least` entries, in place. No other code uses the array while the graph is built."""
     if least > len(array):
         array.resize(least + least // 8, refcheck=False)

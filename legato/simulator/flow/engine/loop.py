@@ -1,26 +1,23 @@
-"""The event loop: runs services as they become ready (`services.py` defines them), under the discipline of the links.
+"""The event loop, which runs services (`services.py`) as they become ready, under the discipline of the links.
 
-- *First come, first served*: services run in the order `(ready, key, id)`. The loop need not wait until a link becomes
-  free: what it serves next is known before.
-- *Priorities*: a link that is free begins, of the services that are ready, the one with the highest priority; of
-  these the first in the order `(ready, key, id)`. What has begun is not interrupted. Of the services of all links that
-  could begin at the same, earliest moment, the one with the highest priority begins first: what it releases at this
-  very moment counts for the others. So the loop goes from one moment to the next at which a service becomes ready or
-  a link free, and is slower.
+- *First come, first served*: services run in the order `(ready, key, id)`. The loop need not wait for a link to become
+  free, because the link's next service is already known.
+- *Priorities*: a free link begins the ready service with the highest priority, and on a tie the first in the order
+  `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same earliest
+  moment, the service with the highest priority begins first, because it may release services at this moment that go
+  before the remaining services. With priorities, the loop goes through all moments at which a service becomes ready or
+  a link becomes free, and is slower.
 
-Where one worker stands for all (`alone.py`), services are *trips*, first come, first served.
+If only one of many identical workers is simulated (`alone.py`), services are *trips*, first come, first served.
 
-A service on no link never queues; it runs as soon as its start is known. numba compiles the loop on first use, once
-for each discipline, and keeps the result on disk.
+A service on no link never queues: it runs as soon as its start is known. numba compiles the loop on first use, once for
+each discipline, and caches the result on disk.
 
-[Note: queues]
-The successors of a link's services become ready mostly in the order in which the
-link served them; so do the services of a link that wait for streams and
-barriers. Each of these sequences is a *queue*: its services form a linked list
-(`next`), and only its head is in the heap. The heap therefore grows with the
-number of links, not with the number of waiting transfers. A service that comes
-before the end of its queue goes into the heap directly. The order of service is
-the same as with one heap of all services.
+[Note: queues] The successors of a link's services become ready mostly in the order in which the link served them. The
+services of a link that wait for streams and barriers also become ready mostly in order. Each such sequence is a
+*queue*: its services form a linked list (`next`), and only its head is in the heap. The heap therefore grows with the
+number of links, not with the number of waiting transfers. A service that becomes ready before the last service of its
+queue goes directly into the heap. Services are served in the same order as with one heap of all services.
 """
 
 from __future__ import annotations
@@ -42,29 +39,31 @@ except ModuleNotFoundError:
 __all__ = ["compiled", "compiled_s", "link_edges", "run_services", "served"]
 
 compiled = numba.njit(cache=True)
-#: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
-#: `_nrt` is private to numba; without it, times are the same and the loop takes several times as long.
+#: Compiled without reference counts of arrays, which would take most of the time. Inlined functions do not need
+#: reference counts, because they allocate nothing. `_nrt` is private to numba; without `_nrt`, results are the same,
+#: but the loop takes several times as long.
 _inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # pyrefly: ignore[no-matching-overload]
 
 _timer = event.TimingListener()
 event.register("numba:compile", _timer)
 
 _NONE = -1
-#: Values of `next` that are not a service: it is the last one of its queue; it has left its queue.
+#: Values of `next` that are no service. They mean that a service is the last of its queue, or has left its queue.
 _LAST, _DONE = -1, -2
-#: An entry of the heap below 0 is a link.
+#: Ids in the heap from this number down are links.
 _FIRST_LINK = -2
 
 
-#: The heap has services and the moments at which they become ready, and links and those at which they become free.
+#: The heap has services, with the moments at which they become ready, and links, with the moments at which they become
+#: free.
 _ENTRY = np.dtype([("moment_s", "f8"), ("key", "i8"), ("id", "i8")])
-#: When a link becomes free. With priorities: the root of the heap of services that wait for this, and whether the heap
-#: of all has the moment.
+#: The time when a link becomes free. With priorities, also the root of the heap of services that wait for this moment,
+#: and whether the main heap has the moment.
 _LINK = np.dtype([("free_s", "f8"), ("root", "i8"), ("woken", "?")])
 
 
 def compiled_s() -> float:
-    """The seconds for which this process has compiled; once they are on disk, processes load the results instead."""
+    """Return the seconds for which this process has compiled. Later processes load the results from disk."""
     return float(_timer.duration) if _timer.done else 0.0
 
 
@@ -78,15 +77,15 @@ def run_services(
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    `profiles` are given if the simulation is disturbed. Service i has `priority[i]`, a whole number; services with a
-    higher one go first. With `trips`, services on links are trips.
+    A disturbed simulation has `profiles`. Service i has `priority[i]`, a whole number; higher priorities go first. With
+    `trips`, services on links are trips.
     """
     return int(_run(records, successors, num_links, profiles, priority, trips))
 
 
 @compiled
 def link_edges(records, before, after):
-    """Group edges by the service they leave, and fill in `first`, `count` and `missing`."""
+    """Group edges by the service that they leave, and fill in `first`, `count` and `missing`."""
     total = len(records)
     count, missing = np.zeros(total, np.int32), np.zeros(total, np.int32)
     for e in range(len(before)):
@@ -97,7 +96,7 @@ def link_edges(records, before, after):
         record = records[i]
         record.first, record.count, record.missing = at, count[i], missing[i]
         at += count[i]
-        count[i] = record.first  # from here on: where the next edge goes
+        count[i] = record.first  # from now on, `count` has the place of the next edge
     successors = np.empty(at, np.int32)
     for e in range(len(before)):
         i = before[e]
@@ -108,7 +107,7 @@ def link_edges(records, before, after):
 
 @_inlined
 def served(profiles, i, begin, work):
-    """Return when service i ends if it begins at `begin` and takes `work` seconds undisturbed."""
+    """Return the end of service i, which begins at `begin` and would take `work` seconds undisturbed."""
     p = profiles.profile_of[i]
     if p < 0:
         return begin + work
@@ -129,11 +128,14 @@ def served(profiles, i, begin, work):
 @compiled
 def _run(records, successors, num_links, profiles, priority, trips):
     total = len(records)
-    heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)  # on links, and on none
-    sizes = np.zeros(2, np.int64)  # of the heap and the stack
-    ends = np.full(2 * num_links, _NONE, np.int32)  # the last service of each queue: after each link, and before it
+    # ready services on links, and on no link
+    heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)
+    sizes = np.zeros(2, np.int64)  # the sizes of the heap and of the stack
+    # the last services of the queues: for each link, a queue of its successors, and a queue of its own services
+    ends = np.full(2 * num_links, _NONE, np.int32)
     links = np.zeros(num_links, _LINK)
-    below = np.full((0 if priority is None else total, 2), _NONE)  # in the heap of a link
+    # the children of each service in the heap of its link
+    below = np.full((0 if priority is None else total, 2), _NONE)
     for link in range(num_links):
         links[link].root = _NONE
     done = 0
@@ -168,7 +170,7 @@ def _run(records, successors, num_links, profiles, priority, trips):
 
 @_inlined
 def _serve(profiles, service, i, links):
-    """Run service i; return its begin and end, between which its link, if it has one, is busy."""
+    """Run service i, and return its begin and end, between which its link (if any) is busy."""
     begin, link = service.begin_s, service.link
     if link >= 0:
         begin = max(begin, links[link].free_s)
@@ -180,7 +182,7 @@ def _serve(profiles, service, i, links):
 
 @_inlined
 def _travel(trips, service, i, links):
-    """Run trip i now, whose transfers occupy both links; return when it ends."""
+    """Run trip i now, and return its end. The transfers of the trip occupy both links."""
     work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
     end = first = last = 0.0
     for k in range(trips.received[i]):
@@ -198,7 +200,7 @@ def _travel(trips, service, i, links):
 
 @_inlined
 def _release(records, successors, priority, heap, stack, sizes, ends, i):
-    """Tell those that wait for service i, which has run."""
+    """Release the services that wait for service i, which has run."""
     service, num_links = records[i], len(ends) // 2
     head, tail = service.begin_s + service.delay_s, service.end_s + service.delay_s
     for e in range(service.first, service.first + service.count):
@@ -217,7 +219,7 @@ def _release(records, successors, priority, heap, stack, sizes, ends, i):
 
 @_inlined
 def _put(records, priority, heap, stack, sizes, ends, j, queue):
-    """Service j is ready; if it is on a link, it comes to a queue."""
+    """Add service j, which is ready: to a queue if it is on a link, and otherwise to the stack."""
     other = records[j]
     if other.link < 0:
         stack[sizes[1]] = j
@@ -238,7 +240,7 @@ def _put(records, priority, heap, stack, sizes, ends, j, queue):
 
 @_inlined
 def _taken(records, priority, heap, stack, sizes):
-    """(the moment, what may run then): a service or a link; what runs on no link comes first."""
+    """Remove and return the next (moment, service or link). Services on no link come first."""
     if sizes[1] > 0:
         sizes[1] -= 1
         return 0.0, np.int64(stack[sizes[1]])
@@ -258,7 +260,7 @@ def _taken(records, priority, heap, stack, sizes):
 
 @_inlined
 def _before(records, priority, s, a, i, t, b, j):
-    """Return whether i (moment s, key a) comes before j (moment t, key b); links come before services."""
+    """Return whether i (moment s, key a) comes before j (moment t, key b). On a tie, links precede services."""
     if s != t:
         return s < t
     if priority is not None:
@@ -268,7 +270,7 @@ def _before(records, priority, s, a, i, t, b, j):
 
 @_inlined
 def _goes_first(records, priority, i, j):
-    """Return whether ready service i goes before ready service j on a link that is free."""
+    """Return whether ready service i goes before ready service j on a free link."""
     if priority[i] != priority[j]:
         return priority[i] > priority[j]
     if records[i].begin_s != records[j].begin_s:
@@ -278,13 +280,13 @@ def _goes_first(records, priority, i, j):
 
 @_inlined
 def _fill(entry, t, key, i):
-    """Write an entry of the heap, field by field: a copy of the whole takes longer."""
+    """Write an entry of the heap, field by field, because a copy of the whole entry takes longer."""
     entry.moment_s, entry.key, entry.id = t, key, i
 
 
 @_inlined
 def _sift_down(records, priority, heap, sizes, t, key, i):
-    """Insert (t, key, i) into a heap whose root is missing."""
+    """Insert (t, key, i) into a heap that lacks its root."""
     at, child, size = 0, 1, sizes[0]
     while child < size:
         one = heap[child]
@@ -316,7 +318,7 @@ def _sift_up(records, priority, heap, sizes, t, key, i):
 
 @_inlined
 def _admitted(records, priority, heap, sizes, links, below, now, i):
-    """The service that begins now, or `_NONE`: service i, unless its link is not free, or i is a link that is."""
+    """Return service i if it may begin now. If its link is busy, or if i is a free link, return `_NONE`."""
     if i < 0:
         link = links[_FIRST_LINK - i]
         link.woken = False
@@ -336,7 +338,7 @@ def _admitted(records, priority, heap, sizes, links, below, now, i):
 
 @_inlined
 def _wake(records, priority, heap, sizes, links, number):
-    """See to it that the link is looked at when it becomes free, if something waits for it."""
+    """If a service waits for the link, add to the heap the moment at which the link becomes free."""
     link = links[number]
     if link.root != _NONE and not link.woken:
         link.woken = True
@@ -345,7 +347,7 @@ def _wake(records, priority, heap, sizes, links, number):
 
 @_inlined
 def _merged(records, priority, below, a, b):
-    """The root of two skew heaps (Sleator and Tarjan, 1986) merged into one; their roots are a and b, or `_NONE`."""
+    """Merge two skew heaps (Sleator and Tarjan, 1986) with roots a and b (or `_NONE`), and return the root."""
     if a == _NONE:
         return b
     if b == _NONE:

@@ -1,23 +1,20 @@
-"""Services on links and streams, which wait for one another: all that the engine runs.
+"""Services on links and streams, which wait for one another. The engine runs nothing else.
 
-[Note: one primitive]
-A *service* keeps one link busy for `work_s` seconds. It is ready when all the
-services it waits for have released it, and a link serves ready services first
-come, first served. A service releases another one in one of two ways:
+[Note: one primitive] A *service* keeps one link busy for `work_s` seconds. A service is ready when all services for
+which it waits have released it. A link serves ready services first come, first served. A service A releases another
+service B in one of two ways:
 
-- *after*: `delay_s` after its own end;
-- *cut through*: `delay_s` after its own begin; the other one then cannot end
-  before `delay_s` after its own end (the tail of a message that is forwarded
-  while it is received).
+- *after*: `delay_s` after the end of A;
+- *cut through*: `delay_s` after the begin of A. B then cannot end before `delay_s` after the end of A (the tail of a
+  message that is forwarded while it is received).
 
-This is enough for everything. A transfer is a service on the sender's link and
-one, released cut through, on the receiver's. In multicast, one service releases
-several cut through. In in-network aggregation, several release one, cut through
-or after. Computation is a service on no link. A barrier is a service that takes
-no time.
+These two ways are enough for all fabrics. A transfer is a service on the sender's link and a service on the receiver's
+link, released cut through. In multicast, one service releases several services cut through. In in-network aggregation,
+several services release one, cut through or after. Computation is a service on no link. A barrier is a service that
+takes no time.
 
-A link that is faster than the previous one is busy for its own `work_s` only,
-although the tail passes later: it serves others in between.
+A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the tail passes
+later. Until the tail passes, the faster link can serve other services.
 """
 
 from __future__ import annotations
@@ -35,9 +32,8 @@ NO_LINK = -1
 #: The tag of a service that carries no message.
 NO_TAG = -1
 
-#: One cache line per service: all data that the engine needs to run it.
-#: `begin_s` and `end_s` are lower bounds until it has run, and its times afterwards;
-#: `next` is private to the engine.
+#: One cache line per service: all data that the engine needs to run a service. Before a service has run, `begin_s` and
+#: `end_s` are lower bounds; afterwards they are its times. `next` is private to the engine.
 SERVICE = np.dtype(
     [
         ("begin_s", "f8"),
@@ -58,8 +54,8 @@ SERVICE = np.dtype(
 class Services(NamedTuple):
     """A graph ready to run, with `num_links` links.
 
-    Service i releases `successors[first_i : first_i + count_i]`; each entry is
-    id << 1, plus 1 if it is released cut through.
+    Service i releases `successors[first_i : first_i + count_i]`. Each entry is id << 1, plus 1 if the service is
+    released cut through.
     """
 
     records: NDArray[Any]
@@ -68,10 +64,10 @@ class Services(NamedTuple):
 
 
 class ServiceProfiles(NamedTuple):
-    """The profiles of services, as the engine needs them: where disturbances slow links and workers down.
+    """The profiles of services in the engine's form, for links and workers that disturbances slow down.
 
-    Service i has profile `profile_of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
-    Where nothing is disturbed, `profile_of` is empty.
+    Service i has the profile `profile_of[i]`, or none (-1). Profile p is `start_s` and `factor` at `first[p]:first[p +
+    1]`. If nothing is disturbed, `profile_of` is empty.
     """
 
     profile_of: NDArray[np.int32]
@@ -84,11 +80,12 @@ NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.e
 
 
 class Trips(NamedTuple):
-    """Transfers from a worker to itself, by service; service i is on a link.
+    """Transfers from a worker to itself: the trips of each service i on a link.
 
-    It runs `laps[i]` times, one after another, and each lap carries `sent[i]` transfers of `work_s + sending_s` seconds
-    on the outgoing link (0), one after another, and `received[i]` on the incoming link (1): the same number, or several
-    that one multicast sends.
+    Service i has `laps[i]` laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
+    seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The
+    numbers of sent and received transfers are equal, except in a multicast, which sends once and is received several
+    times.
     """
 
     laps: NDArray[np.int64]

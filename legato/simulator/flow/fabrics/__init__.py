@@ -1,4 +1,4 @@
-"""All fabrics by their names on the command line: the algorithms of `legato.collectives`, and others, one file each.
+"""All fabrics by their names on the command line: the algorithms of `legato.collectives`, and others in one file each.
 
 `protocol.py` defines what a fabric is.
 """
@@ -32,10 +32,10 @@ __all__ = [
     "made",
 ]
 
-#: The entry points of installed packages that are fabrics.
+#: The group of entry points under which installed packages provide fabrics.
 GROUP = "legato.fabrics"
 
-#: The papers' baseline: one parameter server and no help from the network.
+#: The baseline of the papers: one parameter server, and no help from the network.
 BASELINE = "parameter-server"
 
 FABRICS: dict[str, Fabric] = {
@@ -54,7 +54,7 @@ FABRICS: dict[str, Fabric] = {
 
 
 def fabric_names() -> list[str]:
-    """The names of all fabrics: legato's, and the ones that installed packages provide."""
+    """Return the names of all fabrics: legato's, and those in installed packages."""
     return [*FABRICS, *installed(GROUP)]
 
 
@@ -64,7 +64,7 @@ def label(fabric: str | Fabric) -> str:
 
 
 def made(found: Any, name: str) -> Fabric:
-    """The fabric that a user's class or function makes, or that the user has made. Raises `InputError`."""
+    """Return the fabric that a user's class or function makes, or `found` if it is a fabric. Raises `InputError`."""
     if not isinstance(found, Fabric) or isinstance(found, type):
         with blame(name):
             found = found()
@@ -74,10 +74,9 @@ def made(found: Any, name: str) -> Fabric:
 
 
 def fabric(name: str | Fabric, **options: Any) -> Fabric:
-    """Return a fabric by its name, with `options` in place of its defaults; a fabric itself stands for its name.
+    """Return the fabric with this name, with `options` in place of its defaults. `name` may also be a fabric object.
 
-    Raises `InputError`, with the nearest names, on an unknown fabric or option,
-    and on an invalid value.
+    Raises `InputError` on an unknown fabric or option (with the nearest names), and on an invalid value.
     """
     usual = _named(name)
     if not options:
@@ -91,13 +90,13 @@ def fabric(name: str | Fabric, **options: Any) -> Fabric:
 
 
 def fitting(name: str | Fabric, options: Mapping[str, Any]) -> Fabric:
-    """Return a fabric by its name, with the options that apply to it. Raises `InputError` as `fabric` does."""
+    """Return the fabric with this name, with the options that apply to it. Raises `InputError` as `fabric` does."""
     known = _options(name)
     return fabric(name, **{key: value for key, value in options.items() if key in known})
 
 
 def check_options(fabrics: Iterable[str | Fabric], options: Iterable[str]) -> None:
-    """Raise `InputError` on an option that does not exist on any of these fabrics."""
+    """Raise `InputError` on an option that none of these fabrics has."""
     fabrics = list(fabrics)
     names = list(dict.fromkeys(map(label, fabrics)))
     unused = set(options).difference(*map(_options, fabrics))
@@ -121,6 +120,6 @@ def _fields(usual: Fabric) -> list[str]:
 
 
 def _options(name: str | Fabric) -> set[str]:
-    """The options that do not turn a fabric into another one of `FABRICS`."""
+    """Return the options of a fabric, without options that turn it into another fabric of `FABRICS`."""
     known = set(_fields(_named(name))) - {"multicast", "algorithm"}
     return known if "aggregation" in label(name) else known - {"aggregation"}

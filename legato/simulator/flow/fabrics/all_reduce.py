@@ -1,4 +1,4 @@
-"""All-reduce by an algorithm of `legato.collectives`: what its rounds send, on the links."""
+"""All-reduce by an algorithm of `legato.collectives`: the transfers of its rounds on the links."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AllReduce(Collective):
         return COLLECTIVES[self.algorithm].rounds(workers)
 
     def simulated(self, network: Network) -> int:
-        """One worker stands for all where all do the same in each round."""
+        """Return 1 if all workers do the same in each round, and otherwise the number of workers."""
         _, *halves = self.rounds(network.workers)
         alike = all(len(one.senders) == network.workers for half in halves for one in half)
         return 1 if alike else network.workers
@@ -47,7 +47,7 @@ class AllReduce(Collective):
         held = ready
         for one in rounds.reduce:
             held = _carried(topology, fragments, held, one, rounds.parts, adds=True)
-        # Who has sent everything away is done when the one who got it is.
+        # A worker that has sent everything away is done when the worker that received it is done.
         for one in reversed(rounds.reduce):
             if one.block == rounds.parts and not one.flip and len(one.senders) < topology.workers:
                 for shift in one.shifts:
@@ -63,7 +63,7 @@ class AllReduce(Collective):
 
 
 def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, parts: int, *, adds: bool) -> Ids:
-    """Add the transfers of a round; return what ends when each worker has what it holds then."""
+    """Add the transfers of a round, and return services that end when each worker has its parts after the round."""
     everyone = len(one.senders) == topology.workers
     nbytes = fragments.nbytes * one.block / parts
     if everyone and len(one.shifts) > 1:
@@ -83,14 +83,14 @@ def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, pa
 
 
 def _ends(topology: Topology, one: Round, shift: int) -> tuple[Hosts, Hosts]:
-    """The senders and the receivers of a round that are simulated."""
+    """Return the simulated senders of a round and their receivers."""
     everyone = len(one.senders) == topology.workers
     senders = topology.ranks if everyone else np.asarray(one.senders)
     return senders, topology.worker(((senders + shift) % topology.workers) ^ one.flip)
 
 
 class Group(NamedTuple):
-    """Groups of `members` workers, each `stride` further than the one before; `local` as in `Topology.pass_around`."""
+    """Groups of `members` workers, whose numbers are `stride` apart; `local` is as in `Topology.pass_around`."""
 
     members: int
     stride: int = 1
@@ -107,7 +107,7 @@ def around(
     adds: bool,
     group: Group | None = None,
 ) -> Ids:
-    """Add a round in which each worker of a group (None: of all) sends, and passes on what it gets, to one other."""
+    """Add a round in which each worker of a group sends to one other worker, which passes the blocks on."""
     members, stride, local = group or Group(topology.workers)
     place, (shift,) = topology.ranks // stride % members, one.shifts
     target, come_from = (
@@ -117,6 +117,6 @@ def around(
     arrived = topology.pass_around(
         target, come_from, nbytes, held, one.laps, key=fragments.order, adds=adds, local=local
     )
-    # A sum needs the last block received and the worker's own; what is handed out needs all.
+    # A sum needs the last received block and the worker's own block; distribution needs all blocks.
     needed = [arrived[:, -1:] if adds else arrived, held[:, None]]
     return topology.graph.join(np.concatenate(needed, axis=1), axis=1)

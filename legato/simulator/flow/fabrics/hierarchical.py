@@ -1,10 +1,9 @@
 """Hierarchical all-reduce: rings inside the hosts, and one ring between the hosts for each part.
 
-Inside each host, its g workers reduce-scatter on the links to the host's inner switch;
-then the workers with the same place l in their hosts all-reduce part l over the network;
-then the workers of each host all-gather inside it. With a network card for every GPU, part
-l has the l-th cards of all hosts to itself, and on rails it does not leave rail l: this is
-how NCCL sends on such machines. Workers that share a card share it for their parts.
+First, the g workers of each host reduce-scatter on the links to the host's inner switch. Then the workers with the same
+place l in their hosts all-reduce part l over the network. Finally, the workers of each host all-gather inside the host.
+If every GPU has a network card, only part l uses the l-th cards of all hosts, and on rails, part l does not leave rail
+l. NCCL sends in this way on such machines. If workers share a card, their parts share the card, too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Hierarchical", "ring"]
 
-#: The most workers of a host, behind one network card, where the network says nothing of hosts.
+#: The most workers that share a host and its network card, if the network does not define hosts.
 _WORKERS_PER_HOST = 8
 
 
@@ -31,8 +30,9 @@ _WORKERS_PER_HOST = 8
 class Hierarchical(Collective):
     """Hierarchical all-reduce: within hosts and between them.
 
-    A host has `Network.gpus_per_host` workers. If that is 1, it has as many as the greatest common divisor of 8 and the
-    number of workers in each rack, and they share the first worker's network card.
+    A host has `Network.gpus_per_host` workers. If `gpus_per_host` is 1, a host has as many workers as the greatest
+    common divisor of 8 and the number of workers in each rack. The workers of a host then share the first worker's
+    network card.
     """
 
     def host_shape(self, network: Network) -> HostShape:
@@ -43,7 +43,7 @@ class Hierarchical(Collective):
         return HostShape(usual, usual)
 
     def symmetric(self, network: Network) -> bool:
-        """All hosts are alike where there is one switch, or rails between which nothing is sent."""
+        """Return whether all hosts are alike: there is one switch, or nothing is sent between rails."""
         return network.switches.one or network.topology == "rails"
 
     def simulated(self, network: Network) -> int:
@@ -64,7 +64,7 @@ class Hierarchical(Collective):
 
 
 def ring(topology: Topology, fragments: Fragments, held: Ids, *, local: bool, adds: bool) -> Ids:
-    """Half of a ring inside each host, or between hosts for each part."""
+    """Add half of a ring inside each host, or between hosts for each part."""
     gpus = topology.shape.gpus
     group = Group(gpus, 1, local) if local else Group(topology.workers // gpus, gpus, local)
     parts, *halves = RING.rounds(group.members)

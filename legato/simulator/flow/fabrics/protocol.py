@@ -1,12 +1,10 @@
 """The interface of a fabric, and the base class of collectives.
 
-A fabric describes how gradients become sums (`reduce`) and how sums reach all
-workers (`distribute`), by adding transfers to a graph; it does not compute times.
-Both methods take and return arrays of ids of services, one row per fragment.
-`ready[m, r]` ends when worker r may send fragment m; `held[m, ...]` ends when the
-sum, or the part of it that one worker or server holds, is complete; the services
-that `distribute` returns end when worker r has the whole sum. The first axis of
-every array given to the topology counts the fragments.
+A fabric describes how gradients become sums (`reduce`) and how sums reach all workers (`distribute`), by adding
+transfers to a graph; it does not compute times. `reduce` and `distribute` take and return arrays of ids of services,
+with one row per fragment. `ready[m, r]` ends when worker r may send fragment m. `held[m, ...]` ends when the sum, or
+the part of the sum that a worker or server holds, is complete. The services that `distribute` returns end when worker r
+has the whole sum. The first axis of every array for the topology counts the fragments.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ __all__ = ["Collective", "Fabric"]
 class Fabric(Protocol):
     """The interface of a fabric.
 
-    `servers`: the number of server hosts (0: workers send to one another).
-    `synchronous`: whether all workers start an iteration together.
-    `message_bytes`: the largest fragment of a message, or None. `in_flight`: the
-    largest number of messages at once, or None.
+    `servers` is the number of server hosts (0: workers send to one another). `synchronous` says whether all workers
+    start an iteration together. `message_bytes` is the largest size of a fragment, or None for no limit. `in_flight` is
+    the largest number of messages at once, or None for no limit.
     """
 
     @property
@@ -46,11 +43,11 @@ class Fabric(Protocol):
     def in_flight(self) -> int | None: ...
 
     def host_shape(self, network: Network) -> HostShape:
-        """Return how workers share hosts and network cards: as the network says, but for a hierarchical fabric."""
+        """Return how workers share hosts and network cards: as the network says, except for hierarchical fabrics."""
         ...
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether the network looks the same to the fabric from every worker, if all compute alike."""
+        """Return whether the network looks the same to the fabric from every worker, if all workers compute alike."""
         ...
 
     def simulated(self, network: Network) -> int:
@@ -58,14 +55,14 @@ class Fabric(Protocol):
         ...
 
     def services(self, network: Network) -> tuple[int, int]:
-        """Return at least how many services on links it takes to reduce a fragment, and to distribute its sum.
+        """Return the least number of services on links to reduce a fragment, and to distribute its sum.
 
-        A transfer is two services. What would need too many is refused by this number before it is built.
+        A transfer is two services. A simulation that is too large is refused by this number, before its graph is built.
         """
         ...
 
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
-        """Return the server of each tensor, or None if there is one place only."""
+        """Return the server of each tensor, or None if all tensors are in one place."""
         ...
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids: ...
@@ -76,9 +73,9 @@ class Fabric(Protocol):
 class Collective:
     """The base class of fabrics without servers, in which all workers play the same role.
 
-    `in_flight` limits the number of messages at once: 1, one after another, is what
-    planners assume and the runtime does; None is all that are ready. Messages are split
-    into fragments of at most `message_bytes` bytes.
+    `in_flight` limits the number of messages at once. With `in_flight` 1, messages are sent one after another, as
+    planners assume and as the runtime sends them. With `in_flight` None, all ready messages are sent at once. Messages
+    are split into fragments of at most `message_bytes` bytes.
     """
 
     in_flight: int | None = 1

@@ -1,8 +1,8 @@
-"""Two rings of the Network Operator Edition (8.2.1 and 8.4) besides the usual one (`legato.collectives.ring`).
+"""Two variants of the ring from the Network Operator Edition (8.2.1 and 8.4).
 
-Without messaging, the whole fragment goes around, starting at a worker that differs from fragment to fragment:
-2 (n-1) hops of M bytes, one after another. With multicast, each worker of the usual ring multicasts the sum it holds
-instead of the second round.
+Without messaging, the whole fragment goes around in 2 (n-1) hops of M bytes, one after another; each fragment starts at
+a different worker. With multicast, the first half is the usual ring (`legato.collectives.ring`), and then each worker
+multicasts the sum that it holds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WholeRing(Collective):
         return held[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send the sum around again from the last worker of the first round."""
+        """Send the sum around the ring again, starting at the last worker of the first half."""
         n, rows = topology.workers, fragments.order
         last = topology.worker(_first(topology, fragments) - 1)
         at = np.broadcast_to(held, (len(fragments), n))[rows, last]

@@ -1,8 +1,7 @@
-"""Parameter servers: workers push gradients to them and pull the updated parameters (Network Operator Edition, 3.3.1).
+"""Parameter servers: workers push gradients and pull the updated parameters (Network Operator Edition, 3.3.1).
 
-With multicast a server sends a parameter once for all workers; with in-network
-aggregation it receives one sum instead of one gradient per worker. Each of them
-changes one half of the exchange only.
+With multicast, a server sends a parameter once for all workers. With in-network aggregation, a server receives one sum
+instead of one gradient per worker. Multicast changes only distribution, and in-network aggregation only reduction.
 """
 
 from __future__ import annotations
@@ -30,19 +29,16 @@ _MOST_SERVERS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """`servers` server hosts in addition to the workers.
+    """A fabric with `servers` server hosts in addition to the workers.
 
-    `placement`: each tensor is on one server, in turn, in the order in which the
-    model creates them ("round-robin", TensorFlow's default); or every tensor is
-    split evenly over all servers ("equal"); or a mapping gives the server of each
-    tensor. `distribution`: a server sends one parameter to all workers, then the
-    next parameter ("round-robin"), or all parameters to one worker, then to the
-    next worker ("block"). With `barrier`, servers distribute nothing before all
-    gradients are summed. `multicast`: a server sends once for all workers.
-    `aggregation`: the switch adds up gradients, and forwards whole fragments
-    ("store-and-forward") or bytes as they arrive ("cut-through").
-    `message_bytes` splits messages into fragments of at most that size, which
-    are pushed, summed and distributed independently (message pipelining, 9.2).
+    `placement` says which server holds a tensor. With "round-robin", TensorFlow's default, tensors are assigned to
+    servers in turn, in the order in which the model creates them. With "equal", every tensor is split evenly over all
+    servers. A mapping gives the server of each tensor. `distribution` is the order in which a server sends: one
+    parameter to all workers, then the next parameter ("round-robin"), or all parameters to one worker, then all to the
+    next worker ("block"). With `barrier`, servers distribute nothing before all gradients are summed. With `multicast`,
+    a server sends once for all workers. With `aggregation`, the switch adds up gradients, and forwards whole fragments
+    ("store-and-forward") or bytes as they arrive ("cut-through"). `message_bytes` splits messages into fragments of at
+    most that size, which are pushed, summed and distributed independently (message pipelining, 9.2).
     """
 
     servers: int = 1
@@ -75,7 +71,7 @@ class Servers:
 
     @property
     def shards(self) -> int:
-        """The number of servers over which a fragment is split."""
+        """Return the number of servers over which a fragment is split."""
         return self.servers if self.placement == "equal" else 1
 
     def host_shape(self, network: Network) -> HostShape:
@@ -136,7 +132,7 @@ class Servers:
         return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
     def _hosts(self, topology: Topology, fragments: Fragments) -> np.ndarray:
-        """[fragment, shard]: the servers' hosts."""
+        """Return the hosts of the servers, as [fragment, shard]."""
         if self.shards > 1:
             return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
         if len(fragments) and (worst := int(fragments.server.max())) >= self.servers:
@@ -144,12 +140,12 @@ class Servers:
         return topology.server(fragments.server)[:, None]
 
     def _shard_bytes(self, fragments: Fragments) -> np.ndarray:
-        """[fragment, shard]: the bytes."""
+        """Return the bytes of each shard, as [fragment, shard]."""
         return np.broadcast_to(fragments.nbytes[:, None] / self.shards, (len(fragments), self.shards))
 
 
 def creation_order(workload: Workload) -> list[str]:
-    """Tensors in the order in which the model creates them, inferred from their first use in the forward pass."""
+    """Return tensors in the order in which the model creates them, inferred from first uses in the forward pass."""
     first = {
         tensor.name: min((r for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(workload.ops))
         for tensor in workload.tensors

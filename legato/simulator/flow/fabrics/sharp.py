@@ -1,13 +1,12 @@
-"""Aggregation in switches as they are sold: SHARP (NVIDIA's, which NCCL uses as CollNet), without any server.
+"""Aggregation in commercial switches, without servers: NVIDIA's SHARP, which NCCL uses as CollNet.
 
-The workers of each host reduce-scatter on the links to its inner switch, as in `hierarchical`. Then
-the l-th workers of all hosts send their part l up a tree of switches, which add up what arrives and
-send the sum back down, so that the card of a worker carries its part once in each direction, and a
-link between switches carries a part once, whatever the number of hosts. Switches forward bytes as
-they arrive. At the end the workers of each host all-gather. A host adds up before its card does,
-messages (DDP's buckets) follow each other, and no one waits for the gradients of a whole iteration:
-in these three it differs from the parameter server of the Network Operator Edition with
-`multicast+aggregation`.
+First, the workers of each host reduce-scatter on the links to the host's inner switch, as in `hierarchical`. Then the
+l-th workers of all hosts send their part l up a tree of switches. The switches add up the parts that arrive and send
+the sum back down, so the card of a worker carries its part once in each direction. A link between switches carries a
+part once in each direction, whatever the number of hosts. Switches forward bytes as they arrive. At the end, the
+workers of each host all-gather inside the host. There are three differences from the parameter server of the Network
+Operator Edition with `multicast+aggregation`: each host adds up gradients before it sends, messages (DDP's buckets)
+follow each other, and nothing waits for all gradients of an iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["Sharp"]
 @dataclass(frozen=True, kw_only=True)
 class Sharp(Collective):
     def symmetric(self, network: Network) -> bool:
-        """Hosts are alike behind one switch."""
+        """Return whether all hosts are alike, because there is only one switch."""
         return network.switches.one
 
     def simulated(self, network: Network) -> int:
@@ -41,9 +40,9 @@ class Sharp(Collective):
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         part, gpus = ring(topology, fragments, ready, local=True, adds=True), topology.shape.gpus
-        if topology.workers == gpus:  # one host
+        if topology.workers == gpus:  # all workers are on one host
             return part
-        same_place = np.reshape(topology.ranks, (-1, gpus)).T  # [place in its host, host]
+        same_place = np.reshape(topology.ranks, (-1, gpus)).T  # as [place in the host, host]
         shape = (len(part), gpus)
         nbytes = np.broadcast_to(fragments.nbytes[:, None] / gpus, shape)
         key = np.broadcast_to(fragments.order[:, None], shape)

@@ -1,2 +1,5 @@
-"""The iterations of one job: each worker's computation (`compute.py`) and the messages around it become a graph
-(`unroll.py`), which is run (`run.py`) and read (`result.py`)."""
+"""The iterations of one job as a graph.
+
+`compute.py` describes each worker's computation, and `unroll.py` builds the graph of computation and messages. `run.py`
+runs the graph, and `result.py` reads the result.
+"""

@@ -1,4 +1,4 @@
-"""A worker's compute stream: its ops in order, split where it waits for the network or launches a message."""
+"""The compute stream of a worker: its ops in order, split where it waits for the network or launches a message."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ Times = NDArray[np.float64]
 
 
 class Stream:
-    """One half of an iteration: ops that a worker runs one after another, in segments.
+    """Half of an iteration: ops that a worker runs one after another, in segments.
 
-    Within a segment, the worker does not interact with the network.
-    `duration_s[worker, segment]`: seconds; `op_start_s[worker, k]` and
-    `op_end_s[worker, k]`: when the k-th op of `ops` starts and ends, in seconds
-    after the start of its segment `segment[k]`; `at[op]`: the op's k.
+    Within a segment, the worker does not interact with the network. `duration_s[worker, segment]` is the duration of a
+    segment in seconds. The k-th op of `ops` is in segment `segment[k]`. The k-th op starts at `op_start_s[worker, k]`
+    and ends at `op_end_s[worker, k]`, in seconds after the start of its segment. `at[op]` is the k of an op.
     """
 
     def __init__(self, ops: Sequence[int], cuts: set[int], op_duration_s: Times) -> None:
@@ -41,7 +40,7 @@ class Stream:
 
     @classmethod
     def backward(cls, workload: Workload, plan: Plan, fragments: Fragments, op_duration_s: Times) -> Stream:
-        """The backward ops in the plan's order, split after each op that makes a message ready."""
+        """Return the backward ops in the plan's order, split after each op that makes a message ready."""
         ops = _order(workload, plan, backward=True)
         at = {op: k for k, op in enumerate(ops)}
         ready = {tensor.name: at[tensor.ready_after] for tensor in workload.tensors}
@@ -50,13 +49,13 @@ class Stream:
 
     @classmethod
     def forward(cls, workload: Workload, plan: Plan, op_duration_s: Times) -> Stream:
-        """All other ops in the plan's order, split before each op that is the first to read some tensor."""
+        """Return all other ops in the plan's order, split before each op that is the first to read some tensor."""
         ops = _order(workload, plan, backward=False)
         return cls(ops, set(first_reads(workload, plan, ops)), op_duration_s)
 
 
 def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int, list[int]]:
-    """The tensors that an op waits for, by its place in `ops`; without forward overlap, the first waits for all."""
+    """Return the tensors for which each op in `ops` waits. Without forward overlap, the first op waits for all."""
     if not plan.forward_overlap:
         return {0: list(range(len(workload.tensors)))}
     at = {op: k for k, op in enumerate(ops)}

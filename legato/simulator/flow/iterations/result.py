@@ -1,4 +1,4 @@
-"""The result of a flow simulation: all times on each worker, and the papers' metrics."""
+"""The result of a flow simulation: all times on each worker, and the metrics of the papers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """The times of an `Iteration` (unroll.py), of the workers that are kept: when the segments of `forward_s` and
-    `backward_s` [segment, worker] begin, when all else ends, and when the last forward op ends."""
+    """The times of an `Iteration` (unroll.py), for the workers that are kept.
+
+    `forward_s` and `backward_s` [segment, worker] are the starts of segments. `computed_s` is the end of the last
+    forward op, and all other times are the ends of services.
+    """
 
     forward_s: Times
     backward_s: Times
@@ -41,7 +44,7 @@ class IterationTimes:
 
     @classmethod
     def of(cls, run: Iteration, records: NDArray[np.void]) -> IterationTimes:
-        """Return the times of an unrolled iteration, after the engine has run it."""
+        """Return the times of an unrolled iteration that the engine has run."""
 
         def end_s(ids: Ids) -> Times:
             return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
@@ -58,7 +61,7 @@ class IterationTimes:
 
 
 def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
-    """Return when an iteration ends: with servers, when all is summed; else when all has arrived and been used."""
+    """Return the end of an iteration: with servers, when all sums are complete, and otherwise after all computation."""
     if fabric.servers:
         return float(run.summed_s.max())
     return max(float(run.received_s.max()), run.computed_s)
@@ -66,9 +69,9 @@ def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """When segments of computation start: `forward_s` and `backward_s` [iteration, segment, worker], in seconds.
+    """The starts of segments of computation: `forward_s` and `backward_s` [iteration, segment, worker], in seconds.
 
-    `disturbed` has the profiles of the workers that are slower for a while.
+    `disturbed` has the profiles of the workers that disturbances slow down.
     """
 
     forward: Stream
@@ -80,7 +83,7 @@ class ComputeTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
-        """Return the times of computation in the unrolled iterations, given `runs`, the times of each."""
+        """Return the times of computation in the unrolled iterations; `runs` has the times of each iteration."""
         return cls(
             unrolled.forward,
             unrolled.backward,
@@ -91,7 +94,7 @@ class ComputeTimes:
         )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:
-        """[worker, op of the half]: when the ops of iteration k start, and when they end."""
+        """Return the starts and the ends of the ops in iteration k, each as [worker, op of the half]."""
         stream, begin = (self.forward, self.forward_s) if half == "forward" else (self.backward, self.backward_s)
         base = begin[k].T[:, stream.segment]
         factor = self.slowdown[k, : base.shape[0], None]
@@ -105,13 +108,13 @@ class ComputeTimes:
 
 @dataclass(frozen=True)
 class Transfers:
-    """All transfers on links: worker w's outgoing link is 2w, its incoming link 2w + 1.
+    """All transfers on links. The outgoing link of worker w is 2w, and its incoming link is 2w + 1.
 
-    A byte takes `s_per_byte[link]` seconds, and a transfer `sending_s` more on its sender's link.
+    A byte takes `s_per_byte[link]` seconds. On its sender's link, a transfer takes `sending_s` more.
     """
 
     link: NDArray[np.int32]
-    tag: NDArray[np.int32]  # iteration * messages + message
+    tag: NDArray[np.int32]  # iteration * number of messages + message
     begin_s: Times
     end_s: Times
     work_s: Times
@@ -120,7 +123,7 @@ class Transfers:
 
     @classmethod
     def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
-        """Return the transfers: the services that ran on links."""
+        """Return the transfers, which are the services that ran on links."""
         wired = records["link"] >= 0
         columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
         return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
@@ -128,11 +131,11 @@ class Transfers:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """When the fragments of the last iteration's messages are in flight.
+    """The times when the fragments of the last iteration's messages are in flight.
 
-    Fragment i, of message `message[i]`, is in flight for worker w from
-    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived; on all
-    workers, where the number of messages in flight is limited.
+    Fragment i of message `message[i]` is in flight for worker w from `start_s[i, w]`, when it may be sent, to `end_s[i,
+    w]`, when it has arrived. If the number of messages in flight is limited, a fragment is in flight until it has
+    arrived on all workers.
     """
 
     message: NDArray[np.int64]
@@ -144,7 +147,7 @@ class MessageTimes:
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
         """Return the times of reducing fragments, then of distributing ones, which a barrier releases all at once."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
-        if unrolled.fabric.in_flight is not None:  # then others wait until it has arrived everywhere
+        if unrolled.fabric.in_flight is not None:  # other messages wait until the message has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
         sums = np.broadcast_to(run.summed_s.max(axis=1, keepdims=True), (len(reducing), received_s.shape[1]))
         barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
@@ -159,22 +162,22 @@ class MessageTimes:
 
 @dataclass(frozen=True)
 class FlowResult:
-    """K iterations of W workers with T tensors (in `workload.tensors` order); times in seconds from the start.
+    """The times of K iterations of W workers with T tensors (ordered as `workload.tensors`), in seconds from the start.
 
-    If workers are identical, W may be smaller than the network's number of workers. Then column w is worker `ranks[w]`,
-    and `members[w]` workers have the same times, itself included. `num_events` is the number of simulated services on
-    links and streams. Metrics describe the last iteration, except `iteration_s`.
+    If workers are identical, W may be smaller than the number of workers of the network. Column w of the arrays is
+    worker `ranks[w]`, and `members[w]` workers (including this one) have these times. `num_events` is the number of
+    simulated services on links and streams. Metrics describe the last iteration, except `iteration_s`.
     """
 
     workload: Workload
     plan: Plan
     servers: int
-    ranks: NDArray[np.int64]  # [W]
-    members: NDArray[np.int64]  # [W]
-    end_s: Times  # [K]
-    gradient_s: Times  # [K, W, T]
-    aggregated_s: Times  # [K, T]
-    received_s: Times  # [K, W, T]
+    ranks: NDArray[np.int64]  # axes [W]
+    members: NDArray[np.int64]  # axes [W]
+    end_s: Times  # axes [K]
+    gradient_s: Times  # axes [K, W, T]
+    aggregated_s: Times  # axes [K, T]
+    received_s: Times  # axes [K, W, T]
     num_events: int
     compute: ComputeTimes = field(repr=False)
     messages: MessageTimes = field(repr=False)
@@ -182,7 +185,7 @@ class FlowResult:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes], transfers: Transfers | None = None) -> FlowResult:
-        """Read the result from the times of the iterations."""
+        """Return the result, from the times of the iterations."""
         compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
         ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
@@ -210,7 +213,7 @@ class FlowResult:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of one iteration: the mean of all but the first, if there are several."""
+        """Return the seconds of one iteration: the mean of all iterations but the first, if there are several."""
         if self.iterations == 1:
             return float(self.end_s[0])
         return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)
@@ -232,23 +235,26 @@ class FlowResult:
         return self._edge("backward", first=False)
 
     def _edge(self, half: str, *, first: bool) -> Times:
-        """[K, W]: when the first op starts, or the last one ends."""
+        """Return the start of the first op, or the end of the last op, as [K, W]."""
         times = [self.compute.op_times(half, k) for k in range(self.iterations)]
         return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
 
     @property
     def aggregation_s(self) -> float:
-        """Seconds from the first gradient of any worker until all are aggregated (Network Operator Edition, 8)."""
+        """Return the seconds from the first gradient of any worker until all gradients are aggregated.
+
+        The metric is from the Network Operator Edition, section 8.
+        """
         return float(self.aggregated_s[-1].max() - self.gradient_s[-1].min())
 
     @property
     def backward_to_aggregated_s(self) -> float:
-        """Seconds from the first backward op of any worker until all gradients are aggregated."""
+        """Return the seconds from the first backward op of any worker until all gradients are aggregated."""
         return float(self.aggregated_s[-1].max() - self.backward_start_s[-1].min())
 
     @property
     def distribution_s(self) -> float:
-        """Seconds from the first sum that may be distributed until all workers have received all sums."""
+        """Return the seconds from the first sum that may be distributed until all workers have received all sums."""
         if self.servers:
             start = 0.0 if self.iterations == 1 else float(self.end_s[-2])
         else:
@@ -257,19 +263,23 @@ class FlowResult:
 
     @property
     def staggering_s(self) -> float:
-        """Backpropagation staggering: seconds between the first and the last worker's start of the backward pass."""
+        """Return the staggering: the seconds from the first to the last worker's start of the backward pass."""
         starts = self.backward_start_s[-1]
         return float(starts.max() - starts.min())
 
     @property
     def straggler_effect(self) -> float:
-        """TicTac: the longest wait of a worker, after its backward pass, for the slowest, over the iteration."""
+        """Return TicTac's straggler effect.
+
+        It is the longest time that a worker waits, after its backward pass, for the slowest worker, divided by the
+        iteration time.
+        """
         ends = self.backward_end_s[-1]
         return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
 
     @property
     def communication_s(self) -> float:
-        """N: seconds in which a message of worker 0 is in flight."""
+        """Return N: the seconds in which a message of worker 0 is in flight."""
         return float(sum(end - start for start, end in self._in_flight()))
 
     def _in_flight(self) -> list[tuple[float, float]]:
@@ -278,7 +288,7 @@ class FlowResult:
 
     @property
     def computation_s(self) -> float:
-        """C: seconds in which worker 0 computes."""
+        """Return C: the seconds in which worker 0 computes."""
         compute, k = self.compute, self.iterations - 1
         if 0 in compute.disturbed:
             times = [compute.op_times(half, k) for half in ("forward", "backward")]
@@ -288,8 +298,11 @@ class FlowResult:
 
     @property
     def last_s(self) -> float:
-        """T of worker 0's last iteration: `iteration_s`, or, where jitter makes iterations differ, from the end of its
-        computation in the one before to that in the last one, in seconds."""
+        """Return T, the seconds of worker 0's last iteration.
+
+        T is `iteration_s`, or, if jitter makes iterations differ, the time from the end of worker 0's computation in
+        the second to last iteration to the end in the last iteration.
+        """
         if (self.compute.slowdown == self.compute.slowdown[-1]).all():
             return self.iteration_s
         every = [[self.compute.op_times(half, k)[1][0] for half in ("forward", "backward")] for k in (-2, -1)]
@@ -298,23 +311,23 @@ class FlowResult:
 
     @property
     def overlap(self) -> float:
-        """The share of what could overlap that does, of worker 0's messages and ops in the last iteration."""
+        """Return the overlap of worker 0's messages and ops in the last iteration."""
         times = [self.compute.op_times(half, self.iterations - 1) for half in ("forward", "backward")]
         spans = (zip(start[0].tolist(), end[0].tolist(), strict=True) for start, end in times)
         return overlap(self._in_flight(), merge_intervals(chain.from_iterable(spans)))
 
     @property
     def utilization(self) -> float:
-        """U = C / T of worker 0."""
+        """Return the utilization U = C / T of worker 0."""
         return self.computation_s / self.last_s if self.last_s > 0 else 1.0
 
     def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
-        """Return the last iteration (T is `last_s`) of `workers` (None: all that were kept), from its first event on.
+        """Return the timeline of the last iteration, from its first event on.
 
-        The lanes are "compute" and "network"; a message's span is from when it may
-        be sent until it has arrived. With `links`, if transfers were kept, there
-        are also the lanes "out" and "in": all that the worker's link carries,
-        also for other workers. Raises `InputError` on a worker that was not kept.
+        The timeline has the spans of `workers` (None: all workers that were kept), and its iteration time is `last_s`.
+        The lanes are "compute" and "network"; the span of a message begins when the message may be sent, and ends when
+        it has arrived. With `links`, if transfers were kept, there are also the lanes "out" and "in". These lanes show
+        all transfers on the worker's link, also for other workers. Raises `InputError` on a worker that was not kept.
         """
         column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
         for worker in () if workers is None else (workers := list(workers)):
@@ -334,7 +347,7 @@ class FlowResult:
         return Timeline(title, "predicted", self.last_s, tuple(made), members=members)
 
     def spans(self, columns: Sequence[int]) -> list[tuple[Any, ...]]:
-        """(column, lane, name, start, end, kind, and bytes of a message) of the last iteration, in seconds."""
+        """Return (column, lane, name, start, end, kind, bytes of a message) of the last iteration, in seconds."""
         return [*self._compute_spans(columns), *self._message_spans(columns)]
 
     def _compute_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
@@ -378,7 +391,7 @@ def _label(tensor: str, more: int) -> str:
 
 
 def _listed(workers: list[int]) -> str:
-    """The numbers of workers, such as "0 to 31 or 1023"."""
+    """Return the numbers of workers in words, such as "0 to 31 or 1023"."""
     runs: list[list[int]] = []
     for worker in workers:
         if runs and worker == runs[-1][-1] + 1:

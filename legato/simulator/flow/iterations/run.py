@@ -41,14 +41,14 @@ __all__ = [
 ]
 
 _MOST_ITERATIONS = 1000
-#: Fabrics all of whose transfers one worker can make alone. One that is derived from these may send differently.
+#: Fabrics whose transfers can all be simulated with one worker. A fabric derived from these may send differently.
 _ALONE = (AllReduce, MulticastRing)
-#: Services that trips stand for; a thousand million take some ten seconds.
+#: The most services that trips may represent. A thousand million services take about ten seconds.
 _MOST_ON_TRIPS = 4_000_000_000
 
 
 def plain_plan(workload: Workload, fabric: Fabric | str) -> Plan:
-    """Return the plan of a framework without a scheduler: one message per tensor, sent as soon as it is ready.
+    """Return the plan of a framework without a scheduler: one message per tensor, sent once the tensor is ready.
 
     On parameter servers, each tensor has a push and a pull; pulls are in the
     order of the forward pass, which starts while parameters arrive. On
@@ -78,14 +78,15 @@ def simulate_flow(
 ) -> FlowResult:
     """Simulate a plan on a fabric: every transfer on every link.
 
-    `workload` is one for all workers, or a sequence with one per worker; these may differ only in the durations of ops.
-    Without a plan, `plain_plan` is used. `iterations` None means 1 if all workers start together (with a barrier, or if
-    they are identical) or the network is disturbed, else 3. `keep_transfers` False drops the data that only the link
-    lanes of `FlowResult.timeline` need; then identical workers in a ring, a shuffle or doublings take little time and
-    memory. `symmetry` False simulates every worker even if few can stand for all.
+    `workload` is one workload for all workers, or a sequence with one per worker, which may differ only in the
+    durations of ops. Without a plan, `plain_plan` is used. With `iterations` None, one iteration is simulated if all
+    workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
+    Otherwise, three iterations are simulated. `keep_transfers` False drops the data that only the link lanes of
+    `FlowResult.timeline` need; without this data, identical workers in a ring, a shuffle or doublings take little time
+    and memory. By default, only a few of many identical workers are simulated; `symmetry` False simulates every worker.
 
-    Raises `InputError` on arguments out of range or that contradict each other,
-    and `PlanError` on a plan that does not fit the workload or waits for itself.
+    Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
+    does not fit the workload or can never finish.
     """
     case = _case(workload, plan, fabric, network, iterations)
     try:
@@ -102,7 +103,7 @@ def check_flow(
     *,
     iterations: int | None = None,
 ) -> None:
-    """Raise what `simulate_flow` would raise before it simulates, if it kept no transfers; arguments are the same."""
+    """Raise the errors that `simulate_flow` raises before it simulates, if it keeps no transfers."""
     _case(workload, plan, fabric, network, iterations).topology(symmetry=True, keep_transfers=False)
 
 
@@ -115,13 +116,13 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """Build the graph that `simulate_flow` runs if it keeps transfers. Arguments and errors are the same."""
+    """Return the graph that `simulate_flow` runs if it keeps transfers, with the same arguments and errors."""
     case = _case(workload, plan, fabric, network, iterations)
     return case.unroll(case.topology(symmetry=symmetry, keep_transfers=True))
 
 
 def check_flow_plan(plan: Plan) -> None:
-    """Raise `InputError` on a plan that has a meaning by formulas only: with shards or wire formats."""
+    """Raise `InputError` on a plan that only formulas can simulate: with shards or wire formats."""
     if plan.shard != "none":
         raise InputError(
             f"shard: {plan.shard!r} transfer by transfer (expected a plan without shards: --fidelity formulas)"
@@ -137,7 +138,7 @@ def check_iterations(iterations: int) -> None:
 
 
 def checked_plan(plan: Plan | None, workload: Workload, fabric: Fabric) -> Plan:
-    """Return the plan, or `plain_plan` without one. Raise `InputError` on a plan that cannot be simulated here."""
+    """Return the plan, or `plain_plan` if it is None. Raises `InputError` on a plan that this simulator cannot run."""
     plan = plain_plan(workload, fabric) if plan is None else plan
     check_plan(plan, workload)
     check_flow_plan(plan)
@@ -164,7 +165,7 @@ def _case(
 
 
 def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Sequence[Workload]:
-    """Return one workload if all workers have the same, otherwise one per worker."""
+    """Return one workload if all workers have the same workload, and otherwise one per worker."""
     if isinstance(workload, Workload):
         return [workload]
     if len(workload) != network.workers:
@@ -189,7 +190,7 @@ def _check_alike(workloads: Sequence[Workload]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a simulation: one workload for all workers or one each, a plan, a fabric, a network, and iterations.
+    """The input of a simulation: workloads (one, or one per worker), a plan, a fabric, a network, and iterations.
 
     `alike` says whether all workers have the same workload, speed and link.
     """
@@ -202,16 +203,16 @@ class Case:
     alike: bool
 
     def __post_init__(self) -> None:
-        import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
+        import_module("legato.simulator.flow.engine.loop")  # raises `InputError` if numba is not installed
 
     @property
     def symmetric(self) -> bool:
-        """Return whether all workers are alike, and the network looks the same to the fabric from each of them."""
+        """Return whether all workers are alike, and the network looks the same to the fabric from each worker."""
         return self.alike and self.network.sharing == "fifo" and self.fabric.symmetric(self.network)
 
     @property
     def alone(self) -> bool:
-        """Return whether one worker can stand for all and make their transfers as trips (`alone.py`)."""
+        """Return whether one worker is enough, with the transfers of all workers as trips (`alone.py`)."""
         return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
 
     def _num_fragments(self, kinds: Sequence[str]) -> int:
@@ -219,15 +220,15 @@ class Case:
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
 
     def services(self, workers: int) -> int:
-        """Return at least how many services run in all iterations, on the links of this number of workers."""
+        """Return the least number of services in all iterations, on the links of this number of workers."""
         reduce, distribute = self.fabric.services(self.network)
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
 
     def topology(self, *, symmetry: bool, keep_transfers: bool) -> Topology:
-        """Return the links of all workers, or, with `symmetry`, of the fewest that can stand for all.
+        """Return the links of all workers or, with `symmetry`, of the fewest workers that represent all.
 
-        Raises `TooLargeError` if they have too many transfers.
+        Raises `TooLargeError` if these workers have too many transfers.
         """
         fabric, network = self.fabric, self.network
         if symmetry and self.alone and not keep_transfers:
@@ -254,7 +255,7 @@ class Case:
         return Unrolled(self.workloads[0], self.plan, self.fabric, topology, durations, slowdown).build(begin)
 
     def simulate(self, *, symmetry: bool, keep_transfers: bool) -> FlowResult:
-        """Simulate all iterations. Raises `TooLargeError`, and `PlanError` on a plan that waits for itself."""
+        """Simulate all iterations. Raises `TooLargeError`, and `PlanError` on a plan that can never finish."""
         topology = self.topology(symmetry=symmetry, keep_transfers=keep_transfers)
         unrolled = self.unroll(topology)
         services = unrolled.graph.freeze(topology.num_links)
@@ -270,10 +271,10 @@ def run_graph(
     computing: Sequence[tuple[Ids, NDArray[np.int64]]],
     priority: NDArray[np.int64] | None = None,
 ) -> None:
-    """Run all services with the engine for the topology. Raises `PlanError` if a plan waits for itself.
+    """Run all services with the engine for the topology. Raises `PlanError` if a plan can never finish.
 
-    `profiles` say what is disturbed, and `computing` which services compute (`Unrolled.computing`). `priority` has a
-    number for each service; links serve higher ones first.
+    `profiles` describe the disturbances, and `computing` has the services that compute (`Unrolled.computing`).
+    `priority` has a number for each service; links serve higher numbers first.
     """
     found = profiles.of_services(services.records["link"], computing)
     if topology.network.sharing == "fair":

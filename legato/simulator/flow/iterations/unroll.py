@@ -1,14 +1,12 @@
-"""Iterations of training as one graph of services: computation, messages, and what each waits for.
+"""Iterations of training as one graph of services: computation, messages, and their dependencies.
 
-On parameter servers an iteration runs from barrier to barrier (distribution,
-forward, backward, aggregation), so that workers that receive their parameters
-late start the backward pass late. On collectives it is the period of
+On parameter servers, an iteration runs from barrier to barrier (distribution, forward, backward, aggregation), so
+workers that receive their parameters late start the backward pass late. On collectives, an iteration is the period of
 `legato.simulator.period`: backward, all-reduce, next forward.
 
-A worker launches its messages in the plan's order: each when the one before it
-has been launched and its tensors are ready. Servers are independent of that
-order: they send what is complete, or, with a barrier, everything once
-everything is complete.
+A worker launches its messages in the plan's order: each message once the previous message has been launched and the
+tensors of this message are ready. Servers do not follow the plan's order: they send each sum when it is complete, or,
+with a barrier, all sums when all are complete.
 """
 
 from __future__ import annotations
@@ -33,9 +31,12 @@ __all__ = ["Iteration", "Unrolled"]
 
 @dataclass(frozen=True)
 class Iteration:
-    """Ids of services: `forward` and `backward` [segment, rank]; and those whose end is the moment at which a worker
-    launches a message (`launched` [message, rank]), its sum is complete (`summed` [reducing fragment, ...]), may be
-    distributed (`released` [distributing fragment, ...]) and has arrived (`received` [distributing fragment, rank])."""
+    """The ids of the services of an iteration.
+
+    `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a worker launches
+    a message. Services in `summed` [reducing fragment, ...] end when a sum is complete, in `released` [distributing
+    fragment, ...] when it may be distributed, and in `received` [distributing fragment, rank] when it has arrived.
+    """
 
     forward: Ids
     backward: Ids
@@ -46,7 +47,7 @@ class Iteration:
 
 
 class Unrolled:
-    """`iterations` iterations of a plan on a fabric, in `topology.graph`."""
+    """A graph (`topology.graph`) of `iterations` iterations of a plan on a fabric."""
 
     def __init__(
         self,
@@ -76,13 +77,13 @@ class Unrolled:
         self.shared = overlaps(self.reducing, self.distributing)
         self._ready_after = {tensor.name: tensor.ready_after for tensor in workload.tensors}
         self._last_op: Ids | None = None
-        self._launched: list[Ids] = []  # of all messages that workers send, in the order in which they are launched
-        self._done: list[Ids] = []  # services that end when such a message is through
+        self._launched: list[Ids] = []  # all messages that workers send, in the order in which they are launched
+        self._done: list[Ids] = []  # services that end when such a message has arrived on all workers
         self.iterations: list[Iteration] = []
         self._begin: Ids = np.empty(0, np.int32)
 
     def build(self, begin: Ids | None = None) -> Unrolled:
-        """Add everything to the graph; returns itself. Iteration k waits for service `begin[k]`, if there is one."""
+        """Add all iterations to the graph, and return self. Iteration k waits for service `begin[k]`, if it exists."""
         if begin is not None:
             self._begin = begin
         if self.fabric.servers:
@@ -114,17 +115,17 @@ class Unrolled:
 
     @property
     def computing(self) -> list[tuple[Ids, NDArray[np.int64]]]:
-        """The ids [segment, rank] of all computation, each with the numbers of the ranks' workers in the network."""
+        """Return the ids [segment, rank] of all computation, with the number of each rank's worker in the network."""
         return [(half, self.topology.numbers) for run in self.iterations for half in (run.forward, run.backward)]
 
     @property
     def disturbed(self) -> dict[int, Profile]:
-        """The profiles of the ranks whose computation is slower for a while."""
+        """Return the profiles of the ranks whose computation is disturbed."""
         compute, numbers = self.profiles.compute, self.topology.numbers.tolist()
         return {rank: compute[number] for rank, number in enumerate(numbers) if number in compute}
 
     def fragments_of_tensor(self, fragments: Fragments) -> list[list[int]]:
-        """For each tensor, the fragments that carry some of it."""
+        """Return, for each tensor, the fragments that carry some of its bytes."""
         index = {tensor.name: t for t, tensor in enumerate(self.workload.tensors)}
         found: list[list[int]] = [[] for _ in index]
         for i, slices in enumerate(fragments.slices):
@@ -133,25 +134,25 @@ class Unrolled:
         return found
 
     def _first_uses(self) -> dict[str, int]:
-        """For each tensor, the place in the forward pass of its first reader, or the end."""
+        """Return, for each tensor, the place of its first reader in the forward pass, or the end of the pass."""
         at, never = self.forward.at, len(self.forward.ops)
         return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
 
     def _held(self, k: int, services: Ids) -> Ids:
-        """Return services that end when `services` have ended and iteration k may begin."""
+        """Return services that end when `services` have ended and iteration k is allowed to begin."""
         if k >= len(self._begin):
             return services
         return self.graph.join(np.stack(np.broadcast_arrays(services, self._begin[k]), axis=-1))
 
     def _hold_workers(self, k: int) -> None:
-        """Let the workers wait until iteration k may begin."""
+        """Let the workers wait until iteration k is allowed to begin."""
         if self._last_op is not None:
             self._last_op = self._held(k, self._last_op)
         elif k < len(self._begin):
             self._last_op = np.broadcast_to(self._begin[k], self.topology.size)
 
     def _compute(self, stream: Stream, k: int) -> Ids:
-        """Add the segments of a stream, after what the workers ran before."""
+        """Add the segments of a stream, after the earlier computation of the workers."""
         work_s = stream.duration_s.T * self.slowdown[k, : self.topology.size]
         segments = self.graph.add((stream.segments, self.topology.size), work_s=work_s)
         self.graph.edge(segments[:-1], segments[1:])
@@ -168,7 +169,7 @@ class Unrolled:
                 self.graph.edge(received[fragments], forward[self.forward.segment[k]][None, :])
 
     def _launch(self, backward: Ids) -> Ids:
-        """[message, rank]: when the worker launches each of its messages."""
+        """Return services that end when each worker launches each of its messages, as [message, rank]."""
         graph = self.graph
         sends = REDUCING if self.fabric.servers else (*REDUCING, *DISTRIBUTING)
         launched = graph.add((len(self.plan.messages), self.topology.size))
@@ -183,17 +184,17 @@ class Unrolled:
         return launched
 
     def _ready_segment(self, i: int) -> int:
-        """The segment of the backward pass that makes message i ready."""
+        """Return the segment of the backward pass that makes message i ready."""
         ops = self.backward
         return int(ops.segment[max(ops.at[self._ready_after[piece.tensor]] for piece in self.plan.messages[i].slices)])
 
     def _reduce(self, k: int, launched: Ids) -> Ids:
-        """[reducing fragment, ...]: when the sums are complete."""
+        """Return services that end when the sums are complete, as [reducing fragment, ...]."""
         topology = self._tagged(k, self.reducing)
         return self.fabric.reduce(topology, self.reducing, launched[self.reducing.message])
 
     def _summed_for(self, summed: Ids) -> Ids:
-        """[distributing fragment, ...]: when all that the fragment distributes is summed."""
+        """Return services that end when all sums of a fragment are complete, as [distributing fragment, ...]."""
         first, second = self.shared
         if len(first) == len(summed) == len(self.distributing) and (first == second).all():
             return summed
@@ -202,19 +203,23 @@ class Unrolled:
         return complete
 
     def _launch_distributing(self, complete: Ids, launched: Ids) -> Ids:
-        """[distributing fragment, rank]: fragments of all_gather and pull messages also wait for their launch."""
+        """Return services that end when fragments may be distributed, as [distributing fragment, rank].
+
+        Fragments of all_gather and pull messages also wait for their launch.
+        """
         separate = [i for i, m in enumerate(self.distributing.message) if self.plan.messages[m].kind != "all_reduce"]
         if not separate:
             return complete
         released = np.broadcast_to(complete, (len(complete), self.topology.size)).copy()
         mine = launched[self.distributing.message[separate]]
-        # A message is launched when its sums are complete: the next message waits for that.
+        # A message with a separate launch is launched when its sums are complete, and the next message waits for this
+        # launch.
         self.graph.edge(released[separate], mine)
         released[separate] = mine
         return released
 
     def _limit_in_flight(self, k: int, summed: Ids, received: Ids) -> None:
-        """Allow no more than `in_flight` messages at once: each until it is through on all workers."""
+        """Allow at most `in_flight` messages at once. A message is in flight until it has ended on all workers."""
         if self.fabric.in_flight is None:
             return
         count = len(self.plan.messages)
@@ -227,9 +232,9 @@ class Unrolled:
                 self.graph.edge(self._done[at - self.fabric.in_flight], self._launched[at])
 
     def _distribute(self, k: int, released: Ids) -> Ids:
-        """[distributing fragment, rank]: when the sums have arrived."""
+        """Return services that end when the sums have arrived, as [distributing fragment, rank]."""
         return self.fabric.distribute(self._tagged(k, self.distributing), self.distributing, released)
 
     def _tagged(self, k: int, fragments: Fragments) -> Topology:
-        """The topology, for the fragments of iteration k: their tag is iteration * messages + message."""
+        """Return the topology for iteration k, whose fragments have the tag iteration * messages + message."""
         return self.topology.tagged(k * len(self.plan.messages) + fragments.message)

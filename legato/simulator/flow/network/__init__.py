@@ -1,3 +1,6 @@
-"""The network: hosts and their links (`network.py`), the switches above them (`switches.py`), temporary slowdowns
-(`disturbances.py`), and the ways to send (`topology.py`; `alone.py`, if one worker stands for all).
+"""The network of a flow simulation.
+
+`network.py` describes hosts and their links, `switches.py` the switches above the hosts, and `disturbances.py`
+temporary slowdowns. `topology.py` has the ways to send. If only one of many identical workers is simulated, `alone.py`
+replaces `topology.py`.
 """

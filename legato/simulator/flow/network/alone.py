@@ -1,16 +1,14 @@
-"""One worker that stands for all: what it sends to its neighbour, it receives as if from its other neighbour.
+"""One worker that represents all workers: it receives the bytes that it sends, as if from its other neighbour.
 
-If every worker behaves alike, a transfer that a worker sends occupies its own
-outgoing link and, since another worker sends the same at the same time, its own
-incoming link ([Note: symmetry] in `topology.py`). All that the incoming link
-receives, the outgoing link has sent, in the same order. So a transfer is one
-service here, a *trip*, and a ring's n-1 steps, or the n-1 transfers of an
-all-to-all exchange, are one trip with a number. The graph has the same size for
-any number of workers. The engine does the same sums in the same order as on all
-transfers: times are equal to the last bit.
+If all workers behave alike, another worker sends the same transfer at the same time. So a transfer of a worker occupies
+the worker's outgoing link and also its incoming link ([Note: symmetry] in `topology.py`). The incoming link receives
+exactly what the outgoing link has sent, in the same order. So, in this simulation, a transfer is only one service,
+called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip with a count. The
+graph has the same size for any number of workers. The engine adds the same times in the same order as for all
+transfers, so times are equal to the last bit.
 
-This does not hold for transfers that are so short that the time does not change
-when theirs is added to it (in 64 bits). Links may serve these in another order.
+Exceptions are transfers that are so short that adding their duration to a time does not change it (in 64 bits). Links
+may serve these very short transfers in another order.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ class Alone(Topology):
 
     def __init__(self, graph: Graph, network: Network) -> None:
         super().__init__(graph, network, size=1, servers=0)
-        self._numbers: list[tuple[Ids, int, int, int]] = []  # trips, their laps, and what each sends and receives
+        # (trips, laps, transfers sent, transfers received)
+        self._numbers: list[tuple[Ids, int, int, int]] = []
 
     def send(
         self,
@@ -62,7 +61,7 @@ class Alone(Topology):
         adds: bool = False,
         local: bool | None = None,
     ) -> Ids:
-        """Send in rounds; returns [fragment, 1, 1]: services that end when the bytes of the last round have arrived."""
+        """Send in rounds, and return services [fragment, 1, 1] that end when the last round's bytes have arrived."""
         if not steps:
             return np.empty((len(begin), 0, 1), np.int32)
         return self._trips(nbytes[:, None], np.asarray(key)[:, None], [begin], adds=adds, laps=steps)[:, None]
@@ -111,7 +110,7 @@ class Alone(Topology):
         return self.graph.num_services + trips
 
     def trips(self) -> Trips:
-        """The trips, for the engine."""
+        """Return the trips in the engine's form."""
         laps, sent, received = np.ones((3, self.graph.num_services), np.int64)
         for trips, *numbers in self._numbers:
             laps[trips], sent[trips], received[trips] = numbers

@@ -1,10 +1,9 @@
-"""Links and workers that are slower for a while, or stand still, during a simulation.
+"""Disturbances: links and workers that are slower, or stand still, during a part of a simulation.
 
-[Note: profiles]
-A *profile* is the factor by which a link or a worker takes longer, over time: constant from one moment to the next.
-Work of `work_s` seconds that begins at b ends as soon as the integral of 1 / factor from b on is `work_s`. Both engines
-follow profiles from one moment to the next, so no time is rounded to a grid. With a factor of 1, the times equal those
-in an undisturbed simulation to the last bit.
+[Note: profiles] A *profile* is a step function of time: the factor by which a link or a worker is slower. Work of
+`work_s` seconds that begins at b ends when the integral of 1 / factor from b on reaches `work_s`. Both engines follow
+profiles from step to step, so no time is rounded. With a factor of 1, all times equal the times in an undisturbed
+simulation to the last bit.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ __all__ = [
     "parse_disturbances",
 ]
 
-#: What can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a spine, or a worker's
-#: computation.
+#: The kinds of things that can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a
+#: spine, or a worker's computation.
 DISTURBED = ("link", "server", "uplink", "spine", "compute")
-#: No disturbances, as text.
+#: The text that means no disturbances.
 UNDISTURBED = "none"
-#: Every change of a rate makes a link that is shared fairly compute all rates again.
+#: The most disturbances. If links are shared fairly, all rates are computed again at every change of a link.
 _MOST_DISTURBANCES = 10_000
 _LARGEST_FACTOR = 1e6
 
@@ -45,12 +44,13 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """From `start_s` to `end_s`, all that `number` does takes `factor` times as long; with `math.inf` it stands still.
+    """A slowdown of one link or worker by `factor` from `start_s` to `end_s`, or a standstill (`math.inf`).
 
-    `kind` is "link" (both directions of worker `number`'s link), "server" (a server's link), "uplink" (all links
-    between a leaf, of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a fat tree are
-    numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the simulation. Several
-    disturbances of one thing multiply. Raises `InputError` on a value out of range.
+    `kind` says what is slow: "link" (both directions of a worker's link), "server" (a server's link), "uplink" (all
+    links between a leaf and its spines), "spine" (all links of a spine) or "compute" (a worker's computation). `number`
+    is the number of the worker, server, leaf or spine; spines of a fat tree are numbered pod by pod. `start_s` and
+    `end_s` count from the start of the simulation. The factors of several disturbances of the same link or worker are
+    multiplied. Raises `InputError` on a value out of range.
     """
 
     kind: Literal["link", "server", "uplink", "spine", "compute"]
@@ -75,9 +75,10 @@ class Disturbance:
 
 
 def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
-    """The disturbances in `KIND:NUMBER:FACTOR:FROM:TO,...`, such as `link:7:4:10ms:30ms`; `none` are none.
+    """Parse disturbances from `KIND:NUMBER:FACTOR:FROM:TO,...`, such as `link:7:4:10ms:30ms`, or `none`.
 
-    With the factor `fails`, what is named stands still; without TO, it is slower until the end. Raises `InputError`.
+    With the factor `fails`, the link or worker stands still. Without TO, the disturbance lasts until the end. Raises
+    `InputError`.
     """
     found = []
     for part in [] if text.strip() == UNDISTURBED else text.split(","):
@@ -96,14 +97,14 @@ def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
 
 
 class Profile(NamedTuple):
-    """Factor `factor[k]` holds from `start_s[k]` (the first is 0) until `start_s[k + 1]`, the last one for ever."""
+    """A factor over time: `factor[k]` holds from `start_s[k]` until `start_s[k + 1]`; the last factor holds forever."""
 
     start_s: tuple[float, ...]
     factor: tuple[float, ...]
 
     @classmethod
     def of(cls, disturbances: Iterable[Disturbance]) -> Profile:
-        """The profile of a link or a worker with these disturbances."""
+        """Return the profile of a link or a worker with these disturbances."""
         start_s: list[float] = []
         factors: list[float] = []
         disturbances = list(disturbances)
@@ -116,9 +117,9 @@ class Profile(NamedTuple):
         return cls(tuple(start_s), tuple(factors))
 
     def end_s(self, begin_s: Times, work_s: Times) -> Times:
-        """Return when work ends that begins at `begin_s` and takes `work_s` undisturbed (arrays of one shape).
+        """Return the ends of work that begins at `begin_s` and would take `work_s` undisturbed (arrays of one shape).
 
-        It sums up in the same order as `loop.served`.
+        Times are added in the same order as in `loop.served`, with equal rounding.
         """
         at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
         for k, factor in enumerate(self.factor):
@@ -132,7 +133,7 @@ class Profile(NamedTuple):
         return ended
 
     def lost_s(self, until_s: float) -> float:
-        """Seconds of full speed that are lost until `until_s`."""
+        """Return the seconds of full speed that are lost up to `until_s`."""
         ends = [*self.start_s[1:], math.inf]
         return math.fsum(
             (min(end, until_s) - start) * (1 - 1 / factor)
@@ -143,14 +144,14 @@ class Profile(NamedTuple):
 
 @dataclass(frozen=True)
 class Profiles:
-    """The profiles of the links, and of the computation of workers, by their numbers in the network."""
+    """The profiles of links, and of the computation of workers, by number in the network."""
 
     links: dict[int, Profile]
     compute: dict[int, Profile]
 
     @classmethod
     def of(cls, disturbances: Iterable[Disturbance], links_of: Callable[[str, int], Iterable[int]]) -> Profiles:
-        """Return a profile for each disturbed link and worker; `links_of` gives the links of a kind and a number."""
+        """Return a profile for each disturbed link and worker. `links_of` returns the links of a kind and a number."""
         links: dict[int, list[Disturbance]] = {}
         compute: dict[int, list[Disturbance]] = {}
         for one in disturbances:
@@ -169,8 +170,11 @@ class Profiles:
     def of_services(
         self, link: NDArray[np.int32], computing: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]
     ) -> ServiceProfiles:
-        """The profiles of services, given their links, and those that compute: ids [segment, rank], and each rank's
-        worker."""
+        """Return the profiles of services.
+
+        `link` has the link of each service. `computing` has the services that compute, as ids [segment, rank], and the
+        worker of each rank.
+        """
         if not self:
             return NO_PROFILES
         profile_of = np.full(len(link), -1, np.int32)
@@ -185,7 +189,7 @@ class Profiles:
         return ServiceProfiles(profile_of, first, start_s, factor)
 
     def changes(self) -> list[tuple[float, int, float]]:
-        """(seconds, link, factor) of every change of a link, in order of time."""
+        """Return (seconds, link, factor) of every change of a link, in order of time."""
         return sorted(
             (start, link, factor)
             for link, one in self.links.items()
@@ -194,7 +198,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or on what is not there; `there` has the numbers by kind."""
+    """Raise `InputError` on too many disturbances, or on a number that does not exist: `there` counts each kind."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:

@@ -1,4 +1,4 @@
-"""The machines and the network between them, for the flow simulator."""
+"""The machines and the network between them, for flow simulations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PRICED_AS", "SHARING", "Network", "Sharing", "last_worker"]
 Sharing = Literal["fifo", "fair"]
 SHARING: tuple[Sharing, ...] = ("fifo", "fair")
 _MOST_WORKERS = 2**20
-#: Limits a factor between the speeds of two machines, up and down.
+#: The largest factor between the speeds of two machines, in both directions.
 _LARGEST_FACTOR = 1e6
 #: Fabrics that cost the same as a collective with another name.
 PRICED_AS = {"butterfly": "recursive-doubling"}
@@ -29,35 +29,35 @@ PRICED_AS = {"butterfly": "recursive-doubling"}
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts on full-duplex links, behind one switch that never blocks or many (`switches.py`).
+    """Hosts with full-duplex links to one switch that never blocks, or to several switches (`switches.py`).
 
-    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in each direction. On the link of worker w a
-    byte takes `link_scale[w]` times as long (empty: 1); the servers' links have `server_bandwidth_bps` (None: as the
-    workers). `latency_s` (seconds) is added once per transfer, from host to host. For `send_s` of it (None: as
-    `Cluster.derive` assumes) the sender is busy with the transfer, and sends nothing else.
+    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in each direction. On the link of worker w,
+    a byte takes `link_scale[w]` times as long (if empty: 1). The links of servers have `server_bandwidth_bps` (None:
+    the same as the links of workers). `latency_s` (seconds) is added once to each transfer between hosts. `send_s` is
+    the part of the latency in which the sender is busy with the transfer and sends nothing else (None: as
+    `Cluster.derive` assumes).
 
-    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and `gpus_per_card` of these a network
-    card; wherever a worker's link is mentioned, it is the link of its card. Each has a link of `local_bandwidth_bps`
-    (bits per second, in each direction) to a switch inside the host, which takes all that stays in the host, without
-    latency.
+    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and `gpus_per_card` of them share a
+    network card. A worker's link is always the link of its card. Each worker also has a link of `local_bandwidth_bps`
+    (bits per second, in each direction) to a switch inside the host, which carries all transfers within the host,
+    without latency.
 
-    `topology` "leaf-spine": the hosts stand in `racks` (of neighbours; one rack is one switch), each with a leaf that
-    is connected to `spines`. "fat-tree": of switches with `ports` ports (None: the fewest, an even number, that have
-    room). "rails": card i of every host is connected to leaf i, and the leaves to `spines`; with 0 spines, transfers
-    between rails go through the host's inner switch to a GPU on the other rail (NCCL's PXN), a server's on the side of
-    the worker. Servers are connected to leaves in turn. A leaf's links up have together the bandwidth of the cards
-    below it / `oversubscription`; in a fat tree, a pod's links up have together the bandwidth of its leaves' links up /
-    `core_oversubscription`. `balance`: each flow has a path, chosen by a hash of its ends and the `seed` ("ecmp"), or
-    takes all paths at once ("spray").
+    `topology` says how switches connect the hosts. In "leaf-spine", neighbouring hosts share one of `racks` racks, and
+    each rack has a leaf that is connected to `spines` spines. A single rack means a single switch. "fat-tree" consists
+    of switches with `ports` ports (None: the smallest sufficient even number). In "rails", card i of every host is
+    connected to leaf i, and the leaves to `spines` spines. With 0 spines, transfers between rails go through a host's
+    inner switch to a GPU on the other rail (NCCL's PXN), and transfers of a server through the worker's host. Servers
+    are connected to leaves in turn. The links from a leaf to its spines have together the bandwidth of the cards at the
+    leaf / `oversubscription`. In a fat tree, the links from a pod's spines to the cores have together the bandwidth of
+    the links from its leaves to its spines / `core_oversubscription`. `balance` spreads flows over paths: a hash of the
+    flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at once ("spray").
 
-    With `cut_through`, switches forward a transfer while they receive it;
-    otherwise they wait for the whole transfer. `reduce_s_per_byte` is the time
-    to add a received byte.
+    With `cut_through`, switches forward a transfer while they receive it; otherwise they wait for the whole transfer.
+    `reduce_s_per_byte` is the time to add a received byte to a sum.
 
-    Worker w computes `compute_scale[w]` times as long as its workload says
-    (empty: 1); in every iteration each worker's time is multiplied by a further
-    factor, lognormal with median 1 and sigma `jitter`, drawn from `seed`.
-    `disturbances` slow links and workers down for a while.
+    The computation of worker w takes `compute_scale[w]` times as long as in its workload (if empty: 1). In every
+    iteration, each worker's time is also multiplied by a random factor, which is lognormal with median 1 and sigma
+    `jitter`, drawn from `seed`. `disturbances` slow links and workers down temporarily.
 
     Raises `InputError` on numbers outside their range.
     """
@@ -105,7 +105,7 @@ class Network:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
-        self._check_disturbances()  # and, for that, the switches, which know how many GPUs a card can have
+        self._check_disturbances()  # this check also builds the switches, which know how many GPUs can share a card
         shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
         if (shared != shared[:, :1]).any():
             raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
@@ -133,11 +133,11 @@ class Network:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
-        """Return the network of a cluster: like hosts behind one switch.
+        """Return the network of a cluster: identical hosts below one switch.
 
-        A measured cluster has the bandwidth and the latency at which MG-WFBP's Table II gives its default collective
-        the cost that was measured; a collective that the table does not have (`gloo`, `nccl`) counts as a ring.
-        Raises `InputError` where that cost leaves nothing for the bandwidth.
+        If the costs were measured, bandwidth and latency are chosen so that the formulas in MG-WFBP's Table II give the
+        measured cost of the default collective. A collective that the table lacks (`gloo`, `nccl`) counts as a ring.
+        Raises `InputError` if the measured cost leaves no time for the bandwidth.
         """
         bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
         if bandwidth_bps is None or latency_s is None:
@@ -152,7 +152,7 @@ class Network:
             if not (copies and cost.beta_s_per_byte > reduce_s):
                 raise InputError(f"{name}: {cost.beta_s_per_byte} seconds per byte (expected more, for a bandwidth)")
             bandwidth_bps = 8 * copies / (cost.beta_s_per_byte - reduce_s)
-            # With all of the latency spent on sending, if what is known of sends leaves no more.
+            # If the known time of a send exceeds the latency, all of the latency is spent on sending.
             known = SEND_S if cluster.send_s is None else cluster.send_s
             latency_s = max((cost.alpha_s - sends * known) / hops, cost.alpha_s / (hops + sends))
         return cls(
@@ -164,10 +164,10 @@ class Network:
         )
 
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
-        """Return these machines as planners see them, all with links as slow as the slowest.
+        """Return these machines as planners see them, with all links as slow as the slowest link.
 
-        The cluster has one collective: the fabric's, or the most similar one; with
-        servers, pushes and pulls.
+        The cluster has one collective: the fabric's collective, the most similar collective, or, with servers, pushes
+        and pulls.
         """
         own = PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
         slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
@@ -189,7 +189,7 @@ class Network:
 
     @property
     def switches(self) -> Switches:
-        """The switches above the hosts' links."""
+        """Return the switches above the hosts' links."""
         return Switches(
             topology=self.topology,
             workers=self.workers,
@@ -205,21 +205,21 @@ class Network:
 
     @property
     def sending_s(self) -> float:
-        """Seconds for which a transfer keeps its sender busy before its bytes."""
+        """Return the seconds for which a transfer keeps its sender busy before its bytes are sent."""
         return sending_s(self.send_s, self.latency_s)
 
     @property
     def on_the_way_s(self) -> float:
-        """The rest of the latency, during which the sender is free."""
+        """Return the rest of the latency in seconds, during which the sender is free."""
         return self.latency_s - self.sending_s
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds a byte takes on a link of `bandwidth_bps`."""
+        """Return the seconds that a byte takes on a link of `bandwidth_bps`."""
         return 8 / self.bandwidth_bps
 
     def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
-        """Seconds that a byte takes on the link of each of the first `workers` workers, and of the servers."""
+        """Return the seconds that a byte takes on each link of the first `workers` workers and of the servers."""
         rates = np.full(workers + servers, self.s_per_byte)
         if self.link_scale:
             rates[:workers] *= self.link_scale[:workers]
@@ -229,14 +229,14 @@ class Network:
 
     @property
     def disturbed(self) -> bool:
-        """Return whether anything is slower for a while."""
+        """Return whether there are disturbances."""
         return any(one.factor != 1 for one in self.disturbances)
 
     def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
-        """Seconds of full speed that disturbances take from links, switches and workers until `until_s`, all added up.
+        """Return the total seconds of full speed that disturbances take from links and workers up to `until_s`.
 
-        All links of a network card, of a leaf to its spines, or of a spine lose the same, which counts once. `shape` is
-        the shape of the hosts as a fabric sees them (None: `host_shape`).
+        All links of a network card, of a leaf to its spines, or of a spine lose the same time, which counts once.
+        `shape` is the shape of the hosts as a fabric sees them (None: `host_shape`).
         """
         _, gpus_per_card = self.host_shape if shape is None else shape
         by: dict[tuple[str, int], list[Disturbance]] = {}
@@ -247,25 +247,25 @@ class Network:
 
     @property
     def uniform(self) -> bool:
-        """Return whether all workers have the same speed and the same link, at all times."""
+        """Return whether all workers have the same speed and equal links at all times."""
         alike = self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
         return alike and not self.disturbed
 
     @property
     def flat(self) -> bool:
-        """Return whether every worker is a host of its own, behind one switch."""
+        """Return whether every worker has its own host, and all hosts share one switch."""
         return self.switches.one and self.gpus_per_host == 1
 
     @property
     def plain(self) -> bool:
-        """Return whether all hosts are alike, behind one switch, as formulas need them."""
+        """Return whether all hosts are alike and share one switch, as formulas require."""
         alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
 
     def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:
-        """[iterations, workers]: the factor by which a worker's computation takes longer.
+        """Return the factor by which each worker's computation takes longer, as [iterations, workers].
 
-        `workers` is given if all are alike, and may then be smaller than the number there is.
+        If all workers are alike, `workers` may be smaller than the number of workers of the network.
         """
         if workers is not None:
             return np.full((iterations, workers), self.compute_scale[0] if self.compute_scale else 1.0)
@@ -278,12 +278,13 @@ class Network:
 
 
 def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple[float, ...]:
-    """Return scale factors for a `Network`: `factor` for the last worker, or the last `alike` ones, 1 for the others.
+    """Return scale factors for a `Network`: `factor` for the last `alike` workers, and 1 for all other workers.
 
-    Raises `InputError`, which calls the factor `name`, if it is out of range.
+    Raises `InputError` if the factor is out of range; the error calls the factor `name`.
     """
     _check_factor(name, factor)
-    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:  # the last two a `Network` refuses
+    # in the last two cases, `Network` raises an error
+    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:
         return ()
     return (*[1.0] * (workers - alike), *[factor] * alike)
 

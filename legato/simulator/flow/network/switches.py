@@ -1,21 +1,20 @@
-"""The switches above the hosts' links: which links join them, how fast these are, and which of them a transfer takes.
+"""The switches above the hosts' links: the links between switches, their speeds, and the route of each transfer.
 
-All topologies are one folded Clos network with other numbers. Each network card is
-connected to a *leaf*. Every leaf of a pod is connected to every *spine* of the pod, and
-spine j of each pod to the same `cores` core switches. A transfer goes up as far as it must
-and down again; on the way up it has a choice of spines and of cores, and none on the way
-down. So the paths from one host to all others are a tree, and those from all to one, too.
+All topologies are folded Clos networks with different numbers of switches. Each network card is connected to a *leaf*.
+Every leaf of a pod is connected to every *spine* of the pod, and spine j of every pod is connected to the same `cores`
+core switches. A transfer goes up only as far as necessary, and down again. On the way up, there is a choice of spines
+and of cores; on the way down, there is only one path. So the paths from one host to all others form a tree, and the
+paths from all hosts to one also form a tree.
 
-- *leaf-spine*: hosts in racks with a leaf each, and one pod. One rack is one switch that
-  never blocks.
+- *leaf-spine*: hosts in racks, a leaf for each rack, and one pod. One rack is one switch that never blocks.
 - *fat tree* (Al-Fares et al., SIGCOMM 2008): switches with k ports, k pods of k/2 leaves
   and k/2 spines, (k/2)^2 cores, k/2 cards at each leaf.
 - *rails* (NVIDIA's rail-optimized topology): card i of every host is connected to leaf i.
 
-[Note: balance]
-With ECMP, a flow is all that one host sends to another. A hash of the two and of the seed chooses its path once and for
-all, and several flows may share a link while others are idle. Sprayed packets use all paths equally: the links from a
-leaf to its spines, or from the spines of a pod to the cores, are then like one link with their total bandwidth.
+[Note: balance] With ECMP, a flow is all traffic from one host to another. A hash of the two hosts and the seed chooses
+the path of a flow once, and several flows may share a link while other links are idle. Sprayed packets use all paths
+equally: the links from a leaf to its spines, or from the spines of a pod to the cores, then act like one link with
+their total bandwidth.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ __all__ = ["BALANCES", "TOPOLOGIES", "Balance", "HostShape", "Switches", "Topolo
 
 Links = NDArray[np.int64]
 
-#: How the switches are connected.
+#: The way in which the switches are connected.
 TopologyName = Literal["leaf-spine", "fat-tree", "rails"]
 TOPOLOGIES: tuple[TopologyName, ...] = ("leaf-spine", "fat-tree", "rails")
-#: How flows are spread over the paths: by a hash, or packet by packet.
+#: The way in which flows are spread over the paths: by a hash, or packet by packet.
 Balance = Literal["ecmp", "spray"]
 BALANCES: tuple[Balance, ...] = ("ecmp", "spray")
 _LARGEST_OVERSUBSCRIPTION = 1e6
@@ -46,14 +45,14 @@ _MOST_LINKS = 2**25
 
 
 class HostShape(NamedTuple):
-    """How many neighbouring workers (GPUs) share a host, and how many of these share a network card."""
+    """The shape of hosts: the numbers of workers (GPUs) that share a host, and that share a network card."""
 
     gpus: int = 1
     gpus_per_card: int = 1
 
 
 class _Tiers(NamedTuple):
-    """Leaves in all, pods, spines of a pod, cores above a spine, and cards for which the leaves have links."""
+    """The numbers of leaves, pods, spines per pod, cores per spine, and cards for which the leaves have links."""
 
     leaves: int
     pods: int
@@ -64,9 +63,9 @@ class _Tiers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """The switches for `workers` workers in hosts of a `shape`. `Network` explains the other fields.
+    """The switches for `workers` workers in hosts of a `shape`. `Network` explains all other fields.
 
-    Raises `InputError` on numbers that do not go together, and `TooLargeError` on too many links.
+    Raises `InputError` on numbers that do not fit together, and `TooLargeError` on too many links.
     """
 
     topology: TopologyName
@@ -132,12 +131,12 @@ class Switches:
 
     @property
     def one(self) -> bool:
-        """Return whether there is one switch that never blocks."""
+        """Return whether there is only one switch, which never blocks."""
         return self.topology == "leaf-spine" and self.racks == 1
 
     @property
     def num_ports(self) -> int:
-        """The number of ports of each switch of a fat tree."""
+        """Return the number of ports of each switch of a fat tree."""
         return self.ports or _fewest_ports(self._cards)
 
     @property
@@ -147,17 +146,17 @@ class Switches:
 
     @property
     def connected(self) -> bool:
-        """Return whether there is a path between all leaves (not on rails without spines)."""
+        """Return whether all leaves are connected, which is true except on rails without spines."""
         return self.spines > 0
 
     @property
     def _cards(self) -> int:
-        """The number of the workers' network cards."""
+        """Return the number of the workers' network cards."""
         return self.workers // self.shape.gpus_per_card
 
     @property
     def _tiers(self) -> _Tiers:
-        """Return how many switches there are; where packets are sprayed, one spine and one core stand for all."""
+        """Return the numbers of switches. If packets are sprayed, one spine and one core represent all others."""
         sprayed = self.balance == "spray"
         if self.topology == "fat-tree":
             half = self.num_ports // 2
@@ -167,7 +166,7 @@ class Switches:
         return _Tiers(leaves, 1, min(self.spines, 1) if sprayed else self.spines, 0, self._cards)
 
     def leaf_of_worker(self, worker: ArrayLike) -> Links:
-        """The leaf that a worker's card is connected to. Cards are connected host by host; racks have whole hosts."""
+        """Return the leaf of a worker's card. Cards are connected host by host, and racks have whole hosts."""
         worker = np.asarray(worker)
         gpus, gpus_per_card = self.shape
         if self.topology == "fat-tree":
@@ -178,10 +177,11 @@ class Switches:
         return worker // gpus * gpus * self.racks // self.workers
 
     def leaf_of_server(self, server: ArrayLike) -> Links:
-        """The leaf that a server is connected to: they are assigned to leaves in turn."""
+        """Return the leaf of a server. Servers are connected to leaves in turn."""
         return np.asarray(server) % self._tiers.leaves
 
-    # Links: up and down between each leaf and each spine of its pod, and between each spine of each pod and each core.
+    # Links go up and down between each leaf and each spine of its pod, and between each spine of a pod and each of its
+    # cores.
 
     @property
     def num_links(self) -> int:
@@ -189,59 +189,63 @@ class Switches:
         return 0 if self.one else 2 * (leaves * spines + pods * spines * cores)
 
     def up_link(self, leaf: Links, spine: Links) -> Links:
-        """The link from a leaf to a spine; the one from the spine to the leaf has the next number."""
+        """Return the link from a leaf to a spine. The link from the spine to the leaf has the next number."""
         return 2 * (leaf * self._tiers.spines + spine)
 
     def core_link(self, pod: Links, spine: Links, core: Links) -> Links:
-        """The link from a pod's spine to a core; the one from the core to the spine has the next number."""
+        """Return the link from a pod's spine to a core. The link from the core to the spine has the next number."""
         leaves, _, spines, cores, _ = self._tiers
         return 2 * (leaves * spines + (pod * spines + spine) * cores + core)
 
     @property
     def num_leaves(self) -> int:
-        """The number of leaves that have links to spines."""
+        """Return the number of leaves that have links to spines."""
         return 0 if self.one or not self.connected else self._tiers.leaves
 
     @property
     def num_spines(self) -> int:
-        """The number of spines of all pods; where packets are sprayed, one stands for all spines of a pod."""
+        """Return the number of spines of all pods. If packets are sprayed, one spine represents all."""
         return 0 if self.one else self._tiers.pods * self._tiers.spines
 
     def links_of_leaf(self, leaf: int) -> Links:
-        """The links between a leaf and its spines, in both directions."""
+        """Return the links between a leaf and its spines, in both directions."""
         return _both_ways(self.up_link(np.asarray(leaf), np.arange(self._tiers.spines)))
 
     def links_of_spine(self, number: int) -> Links:
-        """The links between a spine and its leaves and cores, in both directions. Spines are numbered pod by pod."""
+        """Return the links between a spine and its leaves and cores, in both directions.
+
+        Spines are numbered pod by pod.
+        """
         leaves, pods, spines, cores, _ = self._tiers
         pod, spine = (np.asarray(part) for part in divmod(number, spines))
         below = self.up_link(pod * (leaves // pods) + np.arange(leaves // pods), spine)
         return _both_ways(np.concatenate([below, self.core_link(pod, spine, np.arange(cores))]))
 
     def s_per_byte(self, host_s_per_byte: float) -> NDArray[np.float64]:
-        """Return the seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's.
+        """Return the seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's link.
 
-        A leaf's links to its spines carry together what its cards can send, divided by the oversubscription; the links
-        of a pod's spines to the cores carry what its leaves can send up, divided by the cores' oversubscription.
+        The links from a leaf to its spines have together the bandwidth of the leaf's cards, divided by the
+        oversubscription. The links from a pod's spines to the cores have together the bandwidth of the links from its
+        leaves up, divided by the cores' oversubscription.
         """
         if self.one:
             return np.empty(0)
         leaves, pods, spines, cores, _ = self._tiers
-        # The divisor is the number of all cards, unless some leaves have more cards than others.
+        # If every leaf has the same number of cards, the divisor is the number of all cards.
         leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / (leaves * self._cards_of_leaves)
         core = leaf[0] * self.core_oversubscription * cores * pods / leaves
         return np.concatenate([np.repeat(leaf, 2 * spines), np.full(2 * pods * spines * cores, core)])
 
     @property
     def _cards_of_leaves(self) -> NDArray[np.int64]:
-        """[leaf]: the number of cards for which it has links; racks may differ by a host."""
+        """Return, for each leaf, the number of cards for which it has links. Racks may differ by one host."""
         leaves, _, _, _, cards = self._tiers
         if self.topology == "leaf-spine":
             return np.bincount(self.leaf_of_worker(np.arange(0, self.workers, self.shape.gpus_per_card)))
         return np.full(leaves, cards // leaves)
 
     def choice(self, source: ArrayLike, target: ArrayLike) -> Links:
-        """Return the number of the path that a flow takes, which these two numbers name ([Note: balance])."""
+        """Return the number of the path of the flow from `source` to `target` ([Note: balance])."""
         _, _, spines, cores, _ = self._tiers
         paths = spines * max(cores, 1)
         if paths <= 1:
@@ -249,7 +253,7 @@ class Switches:
         return (_hashed(self.seed, source, target) % np.uint64(paths)).astype(np.int64)
 
     def path(self, here: ArrayLike, there: ArrayLike, choice: ArrayLike) -> Links:
-        """[..., hop]: the links from leaf to leaf, by path number `choice`; NO_LINK where there are fewer hops."""
+        """Return the links from leaf to leaf on path `choice`, as [..., hop]; NO_LINK fills shorter paths."""
         here, there, choice = np.broadcast_arrays(here, there, choice)
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:
@@ -263,9 +267,10 @@ class Switches:
         return np.where((here != there)[..., None], np.stack(hops, axis=-1), NO_LINK)
 
     def climb(self, leaf: Links, choice: ArrayLike) -> Links:
-        """[..., host, hop]: the links from leaves [..., host] up to the switch that is above all of them.
+        """Return the links from leaves [..., host] up to the switch above all of them, as [..., host, hop].
 
-        The tree is the one of the path number `choice`; NO_LINK where it is lower. Links down have the next numbers.
+        The links form the tree of path `choice`; NO_LINK fills lower trees. Each link down has the number after its
+        link up.
         """
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:
@@ -286,7 +291,7 @@ def _both_ways(up: Links) -> Links:
 
 
 def _fewest_ports(cards: int) -> int:
-    """The smallest even k with room for this number of cards: a fat tree has room for k^3 / 4."""
+    """Return the smallest even k with room for this number of cards; a fat tree has room for k^3 / 4 cards."""
     half = max(1, int((cards / 2) ** (1 / 3)) - 1)
     while 2 * half**3 < cards:
         half += 1
@@ -294,7 +299,7 @@ def _fewest_ports(cards: int) -> int:
 
 
 def _hashed(seed: int, *numbers: ArrayLike) -> NDArray[np.uint64]:
-    """64 bits that look random, the same for the same numbers (the finalizer of SplitMix64, once per number)."""
+    """Return 64 pseudorandom bits that depend only on the numbers (the finalizer of SplitMix64, once per number)."""
     with np.errstate(over="ignore"):
         bits = np.asarray(seed, np.uint64)
         for number in numbers:

@@ -1,22 +1,21 @@
 """The network as a fabric sees it: hosts, their links, and three ways to send between hosts.
 
-These are `send` (one to one), `multicast` (one to many; each link carries the
-bytes once) and `aggregate` (many to one; the switches add up, so that each link
-carries the bytes once, too). All take arrays: a fabric describes a step of all
-messages and all workers at once. Hosts are numbers: `worker(w)` and `server(s)`.
+`send` sends from one host to one host. `multicast` sends from one host to many, and each link carries the bytes once.
+`aggregate` sends from many hosts to one; switches add up, so each link carries the bytes once. The arguments are
+arrays, since a fabric describes a step of all messages and all workers at once. Hosts are numbers: `worker(w)` and
+`server(s)`.
 
-[Note: routes]
-All three follow routes, the links from one host to another: out of the card of the one, between switches
-(`switches.py`), and into the card of the other; or, if the two are workers of one host, out of and into its inner
-switch. The routes of a multicast form a tree, since its flow has one path up and there is one way down; so do the
-routes of an aggregation. A link of a tree is a service, whatever the number of routes that cross it.
+[Note: routes] All three ways to send follow routes. A route is a list of links from one host to another: out of the
+sender's card, between switches (`switches.py`), and into the receiver's card. If sender and receiver are workers on one
+host, the route goes through the host's inner switch. The routes of a multicast form a tree, since its flow has one path
+up and there is only one way down. The routes of an aggregation also form a tree. A link of a tree is one service,
+whatever the number of routes that cross the link.
 
-[Note: symmetry]
-If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is the same ring),
-all workers behave alike. Then only the first `size` workers are simulated, and `worker(w)` is w modulo `size`: a
-transfer to the neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side.
-Links break ties by message, not by worker, so the order on every link, and with it all times, are the same as in the
-full simulation.
+[Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
+the same ring), all workers behave alike. In this case, only the first `size` workers are simulated, and the host
+`worker(w)` is w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the
+worker itself, as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the
+order of transfers on every link, and all times, are the same as in the full simulation.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ONE_WORKER = HostShape()
 
 
 class Routes(NamedTuple):
-    """Routes: their first and last links, and those between [..., hop], NO_LINK where a route has fewer hops."""
+    """Routes: arrays of first links, of last links, and of links between [..., hop]. NO_LINK fills shorter routes."""
 
     first: Hosts
     between: Hosts
@@ -49,11 +48,10 @@ class Routes(NamedTuple):
 
 
 class Topology:
-    """The links of `size` workers and `servers` servers, and the graph that transfers are added to.
+    """The links of `size` workers and `servers` servers, and the graph to which transfers are added.
 
-    `workers` is the number of workers there are; `ranks` are those simulated.
-    The first axis of everything that is sent counts the fragments, of which
-    fragment i is tagged `tag[i]` (all of them, if there is one tag only).
+    `workers` is the number of all workers; `ranks` are the simulated workers. The first axis of all arrays of transfers
+    counts the fragments. Fragment i has the tag `tag[i]`. If there is only one tag, all fragments have this tag.
     """
 
     def __init__(self, graph: Graph, network: Network, size: int, servers: int, shape: HostShape = _ONE_WORKER) -> None:
@@ -62,7 +60,7 @@ class Topology:
         self.ranks: Hosts = np.arange(size)
         self.tag = np.array([NO_TAG])
         self.switches = network.switches
-        self._star = self.switches.one and shape.gpus == 1  # one switch, and each link belongs to a host
+        self._star = self.switches.one and shape.gpus == 1  # there is one switch, and each link belongs to one host
         self._hosts, self._first_server = size + servers, size
         own = size + np.arange(servers)
         self._card = np.concatenate([self.ranks // shape.gpus_per_card * shape.gpus_per_card, own])
@@ -79,21 +77,21 @@ class Topology:
 
     @property
     def numbers(self) -> Hosts:
-        """The number of each rank's worker in the network."""
+        """Return the number of each rank's worker in the network."""
         return self.ranks
 
     @property
     def members(self) -> Hosts:
-        """The number of workers that each rank stands for."""
+        """Return the number of workers that each rank represents."""
         return np.full(self.size, self.workers // self.size)
 
     @property
     def num_events(self) -> int:
-        """The number of services that are simulated."""
+        """Return the number of simulated services."""
         return self.graph.num_services
 
     def tagged(self, tag: NDArray[np.int64]) -> Topology:
-        """The same topology on the same graph, for fragments with these tags."""
+        """Return the same topology on the same graph, for fragments with these tags."""
         other = copy.copy(self)
         other.tag = tag
         return other
@@ -101,7 +99,7 @@ class Topology:
     def _tags(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
         return np.broadcast_to(self.tag.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
-    # Links: out of and into each card, each worker inside its host, and those between switches.
+    # Links go out of and into each card and each worker inside its host, and between switches.
 
     @property
     def num_links(self) -> int:
@@ -121,21 +119,21 @@ class Topology:
         return 2 * (self._hosts + host) + 1
 
     def local_links(self, worker: ArrayLike) -> Hosts:
-        """[..., 2]: the links of workers inside their hosts, out and in."""
+        """Return the links of workers inside their hosts, as [..., 2]: out and in."""
         worker = np.asarray(worker)
         return np.stack([self._local_out_link(worker), self._local_in_link(worker)], axis=-1)
 
     def route(self, source: ArrayLike, target: ArrayLike) -> Hosts:
-        """[..., hop]: the links from hosts to hosts in their order, NO_LINK where a route has fewer."""
+        """Return the links from hosts to hosts in order, as [..., hop]; NO_LINK fills shorter routes."""
         source, target = np.broadcast_arrays(source, target)
         first, between, last = self._routes(source, target, (source, target))
         between = np.broadcast_to(between, (*source.shape, between.shape[-1]))
         return np.concatenate([first[..., None], between, last[..., None]], axis=-1)
 
     def links_of(self, kind: str, number: int) -> list[int]:
-        """Return the links, both ways, of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine.
+        """Return the links, in both directions, of a worker ("link"), a server, a leaf ("uplink"), or a spine.
 
-        Links are numbered as if all workers of the network were simulated.
+        The links of a leaf are its links to spines. Links are numbered as if all workers of the network were simulated.
         """
         if kind in ("uplink", "spine"):
             above = self.switches.links_of_leaf(number) if kind == "uplink" else self.switches.links_of_spine(number)
@@ -145,15 +143,15 @@ class Topology:
         return [int(self.out_link(host)), int(self.in_link(host))]
 
     def s_per_byte(self) -> NDArray[np.float64]:
-        """Seconds that a byte takes on each link."""
+        """Return the seconds that a byte takes on each link."""
         return self._s_per_byte
 
     def worker(self, rank: ArrayLike) -> Hosts:
-        """The host of a worker; `rank` may be any whole number, which is taken modulo the number of workers."""
+        """Return the host of a worker. `rank` may be any whole number; it is taken modulo the number of workers."""
         return np.asarray(rank) % self.workers % self.size
 
     def server(self, index: ArrayLike) -> Hosts:
-        """The host of a server."""
+        """Return the host of a server."""
         return self.size + np.asarray(index)
 
     def send(
@@ -166,12 +164,11 @@ class Topology:
         key: ArrayLike,
         adds: bool = False,
     ) -> Ids:
-        """Send from hosts to hosts once all of `after` have ended; return services that end when the last byte arrives.
+        """Send from hosts to hosts, and return services that end when the last byte arrives.
 
-        All arrays are broadcast. Of the transfers that are ready on a link at the
-        same time, the one with the smallest `key` goes first. With `adds`, the
-        target adds the bytes to its own, and the services end when it has done
-        so.
+        Transfers start when all services in `after` have ended. All arrays are broadcast to one shape. If several
+        transfers are ready on a link at the same time, the transfer with the smallest `key` goes first. With `adds`,
+        the target adds the bytes to its own bytes, and the services end after the addition.
         """
         after = list(after)
         source, target, nbytes, key, *_ = np.broadcast_arrays(source, target, nbytes, key, *after)
@@ -193,15 +190,13 @@ class Topology:
         adds: bool = False,
         local: bool | None = None,
     ) -> Ids:
-        """Send in rounds, in each of which every rank forwards the bytes that it received in the round before.
+        """Send in rounds: in each round, every rank forwards the bytes that it received in the round before.
 
-        Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to
-        host `target[r]` and receives from rank `come_from[r]`. With `adds`, it adds
-        its own bytes to those it received, so it forwards nothing before
-        `begin[:, r]` has ended. `local` says whether all of it stays inside the
-        hosts (None: as the numbers say, which is not known where one host stands
-        for all). Returns [fragment, step, rank]: services that end when the rank has
-        received the bytes of the step.
+        Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to host `target[r]` and receives from
+        rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes, so it forwards nothing
+        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. If `local` is None, it
+        follows from the numbers of hosts, which must then not represent other hosts. Returns services that end when the
+        rank has received the bytes of the step, as [fragment, step, rank].
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -212,7 +207,7 @@ class Topology:
         if steps:
             self.graph.edge(begin, out[:, 0])
             self.graph.edge(arrived[:, :-1], out[:, 1:])
-            if adds and self.size > 1:  # with one rank, its own chunk comes later anyway
+            if adds and self.size > 1:  # with only one simulated rank, its own chunk comes later anyway
                 self.graph.edge(begin[:, None], out[:, 1:])
         return arrived
 
@@ -226,11 +221,11 @@ class Topology:
         adds: bool = False,
         multicast: bool = False,
     ) -> Ids:
-        """Send `nbytes` from every rank to others; return services that end when a rank has received them all.
+        """Send `nbytes` from every rank to others, and return services that end when a rank has received all bytes.
 
-        Rank r starts when `begin[:, r]` has ended, with the rank that is `shifts[0]` further on, then the next one,
-        and so on: no worker receives two at once. With `multicast`, it sends once for all. With `adds`, it adds up
-        what it received, at the end. The services do not end before `begin`.
+        Rank r starts when `begin[:, r]` has ended. Rank r sends first to rank r + `shifts[0]`, then to rank r +
+        `shifts[1]`, and so on, so no worker receives from two ranks at once. With `multicast`, each rank sends once for
+        all. With `adds`, each rank adds up the received bytes at the end. The services do not end before `begin`.
         """
         ranks, steps = self.ranks[:, None], np.asarray(shifts)
         targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
@@ -252,7 +247,7 @@ class Topology:
     def _routes(
         self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
     ) -> Routes:
-        """The links from hosts to hosts ([Note: routes]); `flow` names the flow, for the choice of its path."""
+        """Return the routes from hosts to hosts ([Note: routes]). `flow` determines the path."""
         if self._star:
             return Routes(self.out_link(source), np.empty((1, 0), np.int64), self.in_link(target))
         source, target = np.broadcast_arrays(source, target)
@@ -266,7 +261,8 @@ class Topology:
             above = self.switches.path(here, there, self.switches.choice(*flow))
             between = np.where(above == NO_LINK, NO_LINK, above + 4 * self._hosts)
         else:
-            # A worker sends by way of the GPU of its host that is on the other leaf, and receives so from a server.
+            # To send to another leaf, a worker goes through the GPU of its host on that leaf. It receives from servers
+            # on another leaf in the same way.
             crosses, sends = here != there, source < self._first_server
             relay = np.where(sends, self._on_leaf(source, there), self._on_leaf(target, here))
             into = np.where(sends, self._local_in_link(relay), self.in_link(relay))
@@ -281,7 +277,7 @@ class Topology:
         return Routes(first, between, last)
 
     def _on_leaf(self, worker: Hosts, leaf: Hosts) -> Hosts:
-        """The worker of the same host whose card is on this leaf, on rails; of a server, any number of a host."""
+        """Return the worker on the same host whose card is on this leaf (on rails). For servers, return any host."""
         gpus, gpus_per_card = self.shape
         found: Hosts = worker // gpus * gpus + leaf * gpus_per_card + worker % gpus_per_card
         return np.minimum(found, self._hosts - 1)
@@ -289,7 +285,7 @@ class Topology:
     def _services(
         self, link: Hosts, nbytes: ArrayLike, key: ArrayLike, *, tag: ArrayLike, adds: ArrayLike = False
     ) -> Ids:
-        """Services that carry bytes over links; on the way out of a card, the latency is added, and a send is made."""
+        """Return services that carry bytes over links. On a link out of a card, latency and sending time are added."""
         leaves_host = (link < 2 * self._hosts) & (link % 2 == 0)
         reduce_s = np.where(adds, self.network.reduce_s_per_byte * np.asarray(nbytes), 0.0)
         return self.graph.add(
@@ -302,10 +298,10 @@ class Topology:
         )
 
     def _transfers(self, routes: Routes, nbytes: NDArray[np.float64], key: ArrayLike, adds: bool) -> tuple[Ids, Ids]:
-        """Add the services of transfers; return those on the first and the last links. `nbytes` has the full shape."""
+        """Add the services of transfers, and return the first and last ones. `nbytes` has the transfers' shape."""
         shape, key, tag = nbytes.shape, np.asarray(key), self._tags(nbytes.shape)
         ends = np.broadcast_to(np.stack([routes.first, routes.last], axis=-1), (*shape, 2))
-        # Outgoing and incoming services alternate: the engine runs them one after the other.
+        # Outgoing and incoming services alternate, because the engine runs them one after the other.
         both = self._services(ends, nbytes[..., None], key[..., None], tag=tag[..., None], adds=[False, adds])
         out, inbound = both[..., 0], both[..., 1]
         last = out
@@ -322,7 +318,7 @@ class Topology:
     def _tree(
         self, routes: Routes, nbytes: NDArray[np.float64], key: NDArray[np.int64], *, cut_through: bool
     ) -> tuple[Ids, Ids]:
-        """Add the services of trees, one for each link that routes of the message cross; return the first and the last.
+        """Add the services of trees, one for each link that a message crosses, and return the first and last services.
 
         `nbytes` and `key` belong to the messages, and routes [message, ..., route] connect their hosts.
         """
@@ -337,7 +333,7 @@ class Topology:
         message = np.broadcast_to(np.arange(nbytes.size).reshape(*nbytes.shape, 1), shape)
         named = (message * self.num_links + links)[crossed]
         found, at, which = np.unique(named, return_index=True, return_inverse=True)
-        in_order = np.argsort(at)  # first links come first, as in transfers
+        in_order = np.argsort(at)  # services on first links come first, as in transfers
         message, link = np.divmod(found[in_order], self.num_links)
         tag = self._tags(nbytes.shape).reshape(-1)
         added = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag[message])
@@ -357,8 +353,8 @@ class Topology:
         return first, last
 
     def _edges_once(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """Let `after` wait for `before`; two services that are named several times are joined by one edge."""
-        if self._star:  # where no route shares a link with another one, each pair is named once
+        """Let `after` wait for `before`, with only one edge for a pair of services that occurs several times."""
+        if self._star:  # no two routes share a link, so each pair of services occurs once
             self.graph.edge(before, after, cut_through=cut_through)
             return
         befores, afters = np.broadcast_arrays(before, after)
@@ -368,9 +364,9 @@ class Topology:
     def multicast(
         self, source: ArrayLike, targets: ArrayLike, nbytes: ArrayLike, after: Iterable[Ids], *, key: ArrayLike
     ) -> Ids:
-        """Send from a host to all along the last axis of `targets`; return what ends when each has all bytes.
+        """Send from a host to all hosts along the last axis of `targets`, and return services that end on arrival.
 
-        Workers that share a card get the bytes with it.
+        Workers that share a network card receive the bytes at the same time.
         """
         after = list(after)
         source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
@@ -387,11 +383,10 @@ class Topology:
     def aggregate(
         self, sources: ArrayLike, target: ArrayLike, nbytes: ArrayLike, after: Ids, *, key: ArrayLike, cut_through: bool
     ) -> Ids:
-        """Send from the hosts along the last axis of `sources` to one host; switches add up the bytes on the way.
+        """Send from the hosts along the last axis of `sources` to one host. Switches add up the bytes on the way.
 
-        Source i waits for `after[..., i]`. A switch waits for the whole message
-        of its last source, or, with `cut_through`, only for its first byte. Workers
-        that share a card add up before it.
+        Source i waits for `after[..., i]`. A switch waits for the whole message of its last source, or, with
+        `cut_through`, only for the first byte. Workers that share a card add up their bytes before they send.
         """
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         self.graph.check_room(after.size)
@@ -402,10 +397,11 @@ class Topology:
         return last[..., 0]
 
     def add_up(self, workers: Hosts, nbytes: NDArray[np.float64], after: Ids, *, key: NDArray[np.int64]) -> Ids:
-        """Let switches add up what workers on several hosts send, and send the sum back to all of them, as it arrives.
+        """Let switches add up the messages of workers on several hosts, and return services that end on arrival.
 
-        Message [fragment, m] comes from the workers [m, host], which have cards of their own; worker i waits for
-        `after[..., i]`. Each link carries it once in each direction. Returns what ends when each has the sum.
+        Switches send the sum back to all these workers, as it arrives. Message [fragment, m] comes from the workers [m,
+        host], which have their own cards. Worker i waits for `after[..., i]`. Each link carries a message once in each
+        direction. The returned services end when each worker has the sum.
         """
         self.graph.check_room(2 * after.size)
         tree, hosts = np.arange(len(workers)), self.numbers[workers]
@@ -426,7 +422,10 @@ class Topology:
         return last
 
     def _merged(self, link: Hosts, nbytes: NDArray[np.float64], key: NDArray[np.int64]) -> Ids:
-        """[fragment, m, host]: one service for all hosts whose message [fragment, m] takes a link; -1 for NO_LINK."""
+        """Return one service for all hosts whose message [fragment, m] takes the same link, as [fragment, m, host].
+
+        For NO_LINK, the service is -1.
+        """
         shape = (*nbytes.shape, link.shape[-1])
         links, there = np.broadcast_to(link, shape), np.broadcast_to(link >= 0, shape)
         message = np.broadcast_to(np.arange(nbytes.size).reshape(*nbytes.shape, 1), shape)

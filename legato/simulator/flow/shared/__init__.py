@@ -1,2 +1,5 @@
-"""Several jobs on one network: where they are (`placement.py`), what they do to one another (`jobs.py`), and when each
-should begin (`phases.py`)."""
+"""Several jobs on one network.
+
+`placement.py` places the jobs, `jobs.py` simulates how they slow each other down, and `phases.py` finds when each job
+should begin.
+"""

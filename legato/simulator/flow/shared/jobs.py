@@ -1,16 +1,16 @@
-"""Several training jobs on one network: how long an iteration of each takes alone on its hosts, and next to the others.
+"""Several training jobs on one network: the iteration time of each job alone on its hosts, and next to the other jobs.
 
-Every job has its own workload, plan, fabric and hosts. Where transfers of several jobs need a link, of a host or of a
-rack, they share it. The jobs are one graph, which the engine runs like the graph of one job.
+Every job has its own workload, plan, fabric and hosts. If transfers of several jobs need the same link (of a host or a
+rack), they share the link. All jobs form one graph, which the engine runs like the graph of one job.
 
-[Note: the window]
-Jobs have different periods, and what they do to one another depends on the phases in which they meet. So every job runs
-many iterations, and those with short periods run more: all jobs run at least until the one with the longest period
-would have finished its `iterations` if it were alone. What counts is the *window*. It ends when the first job ends its
-last iteration but one (workers that have finished an iteration begin the next one before it ends), and begins when a
-quarter of the time since the last job began has passed. Within it all jobs run all the time. The iteration time of a
-job is the mean over its iterations between the first and the last end in the window, and its time alone is the mean
-over the very same iterations.
+[Note: the window] Jobs have different periods, and their effect on each other depends on the phases in which they meet.
+So every job runs many iterations, and jobs with short periods run more. All jobs run at least until the job with the
+longest period would have finished its `iterations` iterations without the other jobs. Only times in the *window* count.
+The window ends when the first job ends its second to last iteration, because workers that have finished an iteration
+begin the next one before the others have. The window begins when a quarter of the time between the start of the last
+job and the end of the window has passed. Within the window, all jobs run all the time. The iteration time of a job is
+the mean over its iterations between the first and the last end in the window, and its time alone is the mean over the
+same iterations.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from legato.simulator.flow.shared.placement import Placed
 
 __all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes", "simulate_jobs"]
 
-#: Iterations of the job with the longest period, unless told otherwise.
+#: The default number of iterations of the job with the longest period.
 ITERATIONS = 30
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 1000
-#: Iterations of a job while the slowest one has its own.
+#: The most iterations of a job. Jobs with short periods run more iterations than the job with the longest period.
 _MOST_OF_ONE = 20_000
 _MOST_JOBS = 64
-#: A service takes 64 bytes, is held twice, and has several edges: 3 GB, with priorities 5 GB.
+#: The most services. A service takes 64 bytes, is stored twice, and has several edges: 3 GB in all, or 5 GB with
+#: priorities.
 _MOST_SERVICES = 20_000_000
 _LONGEST_S = 1e9
-#: A timeline is for looking at, and has no more workers of a job than these.
+#: The most workers of a job that a timeline shows.
 _MOST_DRAWN = 32
 
 Times = NDArray[np.float64]
@@ -62,11 +63,11 @@ Times = NDArray[np.float64]
 class SharedJob:
     """A training job on a network that jobs share.
 
-    Worker w has the host of the network's worker `hosts[w]`, with its link and its speed; where hosts have several
-    GPUs, it is one of these. Workers of several jobs may be on one host. `plan` None means one message per tensor
-    (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation. With a `pace_s`,
-    iteration k does not begin before `shift_s` + k * `pace_s`: the job keeps its phase. Without one, it begins an
-    iteration as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
+    Worker w of the job takes the place of the network's worker `hosts[w]`, with its host, link and speed. If hosts have
+    several GPUs, each place is one GPU. Workers of several jobs may be on one host. With `plan` None, each tensor has
+    its own message (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation. With
+    a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`, so the job keeps its phase. Without a
+    `pace_s`, an iteration begins as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
 
     Raises `InputError` on values out of range.
     """
@@ -88,10 +89,10 @@ class SharedJob:
                 raise InputError(f"{self.name}: {name} {getattr(self, name)} (expected 0 to {_LONGEST_S:.0e} seconds)")
 
     def machines(self, network: Network, number: int) -> Network:
-        """Return the hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
+        """Return the hosts of this job, the `number`-th on a network, as a separate network with one switch.
 
-        They have several GPUs if the job has whole hosts. Its seed is the seed of `network` plus `number`; nothing is
-        disturbed.
+        The hosts have several GPUs if the job has whole hosts. The seed is the seed of `network` plus `number`, and
+        there are no disturbances.
         """
         shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
         return replace(
@@ -111,7 +112,7 @@ class SharedJob:
         )
 
     def _has_whole_hosts(self, network: Network) -> bool:
-        """Return whether the workers are all GPUs of hosts, host by host in the order of the network."""
+        """Return whether the job has all GPUs of its hosts, host by host in the order of the network."""
         gpus, hosts = network.gpus_per_host, np.array(self.hosts)
         if len(hosts) % gpus:
             return False
@@ -119,7 +120,7 @@ class SharedJob:
         return bool((by_host == by_host[:, :1] // gpus * gpus + np.arange(gpus)).all())
 
     def case(self, network: Network, number: int) -> Case:
-        """One iteration of this job on its `machines`.
+        """Return the case of one iteration of this job on its `machines`.
 
         Raises `InputError` on hosts or a fabric that do not fit, and `PlanError` on a plan that does not fit the
         workload.
@@ -140,10 +141,11 @@ class SharedJob:
 class JobTimes:
     """A job's times in the window, in seconds.
 
-    `alone_s` and `iteration_s` are the mean times of an iteration alone on the same hosts, where nothing is disturbed,
-    and next to the other jobs, over `iterations` iterations; the shortest and the longest of these took `shortest_s`
-    and `longest_s`. `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a
-    job ends fewer than two iterations in the window, it starves: then all but `alone_s` is None.
+    `alone_s` is the mean time of an iteration if the job is alone on the same hosts, without disturbances.
+    `iteration_s` is the mean time of an iteration next to the other jobs. Both times are means over the same
+    `iterations` iterations. Next to the other jobs, the shortest iteration took `shortest_s`, and the longest
+    `longest_s`. `utilization` is the share of the time in which a worker computes, as a mean over the workers. If a job
+    ends fewer than two iterations in the window, it starves, and all fields but `alone_s` are None.
     """
 
     name: str
@@ -157,7 +159,7 @@ class JobTimes:
 
     @property
     def slowdown(self) -> float | None:
-        """`iteration_s` / `alone_s`."""
+        """Return the slowdown, `iteration_s` / `alone_s`."""
         return None if self.iteration_s is None else self.iteration_s / self.alone_s
 
 
@@ -177,21 +179,21 @@ class SharedTimes:
 
     @property
     def slowdown(self) -> float:
-        """The mean of the jobs' slowdowns; infinite if one of them starves."""
+        """Return the mean of the jobs' slowdowns, which is infinite if a job starves."""
         every = [job.slowdown for job in self.jobs]
         return math.fsum(math.inf if one is None else one for one in every) / len(every)
 
     @property
     def utilization(self) -> float:
-        """The share of the workers' time in which they compute, over all jobs; a job that starves counts as 0."""
+        """Return the share of time in which workers compute, over all jobs. The share of a job that starves is 0."""
         workers = sum(job.workers for job in self.jobs)
         return math.fsum(job.workers * (job.utilization or 0.0) for job in self.jobs) / workers
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return a timeline of each job from one moment on, as long as one of its iterations.
+        """Return a timeline of each job from the same moment on, as long as one of the job's iterations.
 
-        It is the same moment for all jobs: the last end of an iteration of the first job after which there is time
-        enough in the window. A job that starves has no timeline.
+        All timelines begin at an end of an iteration of the first job: the last one with enough time left in the
+        window. A job that starves has no timeline.
         """
         longest_s = max(job.iteration_s or 0.0 for job in self.jobs)
         moments = [t for t in self.ends_s[0].tolist() if self.begin_s <= t <= self.end_s - longest_s]
@@ -203,7 +205,8 @@ class SharedTimes:
         topology, until_s = unrolled.topology, from_s + iteration_s
         runs = [IterationTimes.of(run, self.records) for run in unrolled.iterations]
         first = int(np.searchsorted(ends_s, from_s, side="right"))
-        last = int(np.searchsorted(ends_s, until_s)) + 1  # an iteration may begin before the one before it has ended
+        # an iteration may begin before the previous iteration has ended
+        last = int(np.searchsorted(ends_s, until_s)) + 1
         spans = []
         for k in range(first, min(last + 1, len(runs))):
             found = FlowResult.of(unrolled, runs[: k + 1])
@@ -216,21 +219,21 @@ class SharedTimes:
 
 
 class _Alone(NamedTuple):
-    """The ends of a job's iterations alone, and the seconds per iteration in which its busiest link is busy."""
+    """The ends of a job's iterations alone, and the seconds per iteration in which the job's busiest link is busy."""
 
     ends_s: Times
     busiest_s: float
 
 
 class SharedNetwork:
-    """Jobs on a network, as one graph, which can be run again with other shifts.
+    """Jobs on a network as one graph, which can be run again with other shifts.
 
-    Disturbances count from the start of the simulation; workers are numbered as in the network, and servers through all
-    jobs.
+    The times of disturbances count from the start of the simulation. Workers are numbered as in the network, and
+    servers are numbered through all jobs.
 
-    Raises `InputError` on jobs that do not fit the network, `PlanError` on plans that do not fit their workloads or
-    wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 20 million services (a
-    million where transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
+    Raises `InputError` on jobs that do not fit the network, and `PlanError` on plans that do not fit their workloads or
+    can never finish. Before a simulation, raises `TooLargeError` if the simulation needs more than 20 million services
+    (a million if transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
     """
 
     def __init__(self, jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> None:
@@ -243,7 +246,7 @@ class SharedNetwork:
         check_numbers(network.disturbances, {"server": sum(case.fabric.servers for case in self._cases)})
         self._check_size([iterations] * len(jobs))
         few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
-        #: Seconds of an iteration of each job where there is no other one, with its pace.
+        #: The seconds of an iteration of each job alone, with the job's pace.
         self.period_s = [
             max(float(one.ends_s[-1] - one.ends_s[-2]), job.pace_s) for one, job in zip(few, jobs, strict=True)
         ]
@@ -253,7 +256,7 @@ class SharedNetwork:
         self._unrolled, self._begins, self._services = self._build(range(len(jobs)), self._counts, wait=True)
 
     def _enough(self, iterations: int) -> list[int]:
-        """The number of iterations of each job; a shift may be as long as the period of its job."""
+        """Return the number of iterations of each job. A shift may be as long as the period of its job."""
         for job, period in zip(self.jobs, self.period_s, strict=True):
             if period <= 0:
                 raise InputError(f"{job.name}: its iterations take no time (expected computation or messages)")
@@ -269,11 +272,12 @@ class SharedNetwork:
         return counts
 
     def _check_size(self, counts: Sequence[int]) -> None:
-        """Raise `TooLargeError` if these counts of iterations have too many services, as far as can be counted."""
+        """Raise `TooLargeError` if even a low estimate of the services for these counts of iterations is too high."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
-            # Workers that share a card have transfers in common; where a job has parts of hosts, its case shows none.
+            # Workers that share a card share transfers. If a job has only parts of hosts, its case does not show these
+            # cards.
             cards = workers * case.network.gpus_per_card // self.network.gpus_per_card
             services = replace(case, iterations=count).services(cards)
             total += max(services, count * workers * len(case.plan.messages), workers * ops)
@@ -288,10 +292,10 @@ class SharedNetwork:
 
     @property
     def intensity(self) -> list[float]:
-        """The GPU intensity of each job (Crux, SIGCOMM 2024): computation over communication of an iteration.
+        """Return the GPU intensity of each job (Crux, SIGCOMM 2024): computation over communication in an iteration.
 
-        Computation is in seconds, of all workers together; communication is the time in which the job's busiest link
-        is busy with it. Infinite for a job that does not communicate.
+        Computation is the sum of all workers' seconds. Communication is the time in which the job keeps its busiest
+        link busy. The intensity of a job that does not communicate is infinite.
         """
         found = []
         for case, unrolled, alone in zip(self._cases, self._unrolled, self._alone, strict=True):
@@ -301,16 +305,16 @@ class SharedNetwork:
 
     @property
     def priority_by_intensity(self) -> list[int]:
-        """Priorities that let the jobs with the highest GPU intensity go first, as Crux does.
+        """Return priorities that let the jobs with the highest GPU intensity go first, as in Crux.
 
-        1 is the lowest one; jobs with the same intensity (to nine digits) have the same priority.
+        The lowest priority is 1. Jobs with the same intensity (to nine digits) have the same priority.
         """
         rounded = [float(f"{one:.9g}") for one in self.intensity]
         levels = sorted(set(rounded))
         return [levels.index(one) + 1 for one in rounded]
 
     def run(self, shift_s: Sequence[float] | None = None, priority: Sequence[int] | None = None) -> SharedTimes:
-        """Simulate the jobs, with the shifts and the priorities given instead of their own."""
+        """Simulate the jobs. `shift_s` and `priority` replace the jobs' own shifts and priorities."""
         shifts = [job.shift_s for job in self.jobs] if shift_s is None else list(shift_s)
         records = self._services.records.copy()
         for job, begin, shift in zip(self.jobs, self._begins, shifts, strict=True):
@@ -342,7 +346,7 @@ class SharedNetwork:
         )
 
     def _simulate_alone(self, i: int, count: int) -> _Alone:
-        """Simulate `count` iterations of a job alone on its hosts, which begins at 0 without a pace or disturbances."""
+        """Simulate `count` iterations of a job alone on its hosts, from 0 on, without its pace and disturbances."""
         (unrolled,), _, services = self._build([i], [count], wait=False)
         self._run(services, [unrolled])
         wired = services.records["link"] >= 0
@@ -352,9 +356,11 @@ class SharedNetwork:
     def _build(
         self, chosen: Sequence[int], counts: Sequence[int], *, wait: bool
     ) -> tuple[list[Unrolled], list[Ids], Services]:
-        """The graph of `counts` iterations of the chosen jobs, and the services that their iterations `wait` for.
+        """Return the graph of `counts` iterations of the chosen jobs.
 
-        Without these, nothing is disturbed.
+        If `wait` is set, iterations wait for services, which are also returned.
+
+        If `wait` is not set, there are no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
@@ -374,7 +380,7 @@ class SharedNetwork:
         return unrolled, begins, graph.freeze(unrolled[0].topology.num_links)
 
     def _of_services(self, levels: Sequence[int]) -> NDArray[np.int64] | None:
-        """The priority of every service; None if all jobs have the same. Services of a job are neighbours."""
+        """Return the priority of each service, or None if all are equal. Services of a job are neighbours."""
         if len(set(levels)) == 1:
             return None
         starts = [int(begin[0]) for begin in self._begins]
@@ -397,13 +403,13 @@ def _ends_s(unrolled: Unrolled, records: NDArray[Any]) -> Times:
 
 
 def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
-    """Seconds in which a worker computes in an iteration, the mean over the workers and the iterations in the range."""
+    """Return the seconds of computation per worker and iteration, as a mean over workers and iterations in a range."""
     each_s = unrolled.forward.duration_s.sum(axis=1) + unrolled.backward.duration_s.sum(axis=1)
     return float((each_s * unrolled.slowdown[first:last]).mean())
 
 
 def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
-    """Return the same after the engine has run, because computation may be slower for a while."""
+    """Return the same as `_compute_s`, but with the effect of disturbances, after a run of the engine."""
     if not unrolled.disturbed:
         return _compute_s(unrolled, first, last)
     halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]

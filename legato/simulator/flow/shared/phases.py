@@ -1,16 +1,18 @@
-"""In which phases jobs on one network disturb one another least, and what it costs to miss them.
+"""The phases in which jobs on one network disturb each other least, and the cost of missing these phases.
 
-Idea (CASSINI, Rajasekaran, Ghobadi and Akella, NSDI 2024): a job that trains computes and communicates in turn. If
-jobs with similar periods share a link, shifting one against the other lets one communicate while the other computes.
+The idea is from CASSINI (Rajasekaran, Ghobadi and Akella, NSDI 2024): a training job alternates between computation and
+communication. If two jobs with similar periods share a link, a shift between them lets one job communicate while the
+other computes.
 
-A shift is between 0 and the period of its job. For two jobs, the second one's is tried at `GRID` equally distant points
-of its period; for more, one job's after the other's, the others being held, until none moves. If neighbouring shifts
-are equally good, the middle of their longest row is taken, where a drift does least harm; a shift that is better than
-both its neighbours is moved by halves, quarters and so on of the distance.
+A shift is between 0 and the period of its job. With two jobs, the second job's shift is tried at `GRID` equally distant
+points of its period. With more jobs, shifts are tried for one job after another, with all other jobs fixed, until no
+shift changes. If neighbouring shifts are equally good, the middle of the longest run of them is chosen, where a drift
+does least harm. A shift that is better than both its neighbours is refined in steps of a half, a quarter and so on of
+their distance.
 
-Where jobs keep no pace, a shift is given once. Whether it lasts is up to the jobs: on
-links that serve transfers in turn, jobs may find phases by themselves in which they do
-not meet, and where they share fairly, they keep the phase they have.
+If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve transfers in turn,
+jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep their
+phase.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from legato.simulator.flow.shared.jobs import SharedNetwork, SharedTimes
 
 __all__ = ["DRIFTS", "GRID", "Phases", "best_shifts"]
 
-#: Shifts of a job that are tried at first.
+#: The number of shifts of a job that are tried at first.
 GRID = 32
 _REFINEMENTS = 4
-#: Rounds over all jobs, if there are more than two.
+#: The most rounds over all jobs, if there are more than two jobs.
 _MOST_ROUNDS = 3
-#: Mean slowdowns that differ by less are equally good.
+#: Mean slowdowns that differ by less than this are equally good.
 _SAME = 1e-3
-#: Shares of a period by which a shift may be off.
+#: The errors of a shift that are tried, as shares of a period.
 DRIFTS = (0.01, 0.05, 0.10)
-#: The share by which the last job's period is longer, and the iterations in which it drifts through all phases: the
-#: window has three quarters of these.
+#: The share by which the last job's period is made longer, and the number of iterations in which the job then drifts
+#: through all phases. The window contains three quarters of these iterations.
 _LONGER, _BEAT = 0.01, 134
-#: Services of all simulations together; with fair sharing they take a hundred times as long.
+#: The most services of all simulations together. With fair sharing, a simulation takes a hundred times as long.
 _MOST_SERVICES, _MOST_FAIR = 2_000_000_000, 20_000_000
 
 Progress = Callable[[int, int], None]
@@ -46,12 +48,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Phases:
-    """The best shifts of all jobs (seconds; the first job's is 0), and what happens elsewhere.
+    """The best shifts of all jobs (in seconds; the first job's is 0), and the slowdowns at other shifts.
 
     All slowdowns are means over the jobs (`SharedTimes.slowdown`). `phases` has (shift, slowdown) over the period of
-    the last job whose shift was tried, `drift` (share of a period, slowdown) if one job is off by this share, the
-    worst of both directions and of all jobs. `longer` is the slowdown if the period of the last job is 1% longer
-    than its own, so that it drifts through all phases; None if simulating this takes too many transfers.
+    the last job whose shift was tried. `drift` has (share of a period, slowdown): the worst slowdown if the shift of
+    one job is wrong by this share of its period, in either direction. `longer` is the slowdown if the period of the
+    last job is 1% longer, so that the job drifts through all phases; `longer` is None if this simulation needs too many
+    transfers.
     """
 
     shift_s: tuple[float, ...]
@@ -62,24 +65,24 @@ class Phases:
 
     @property
     def mean(self) -> float:
-        """The mean slowdown over all phases."""
+        """Return the mean slowdown over all phases."""
         return sum(slowdown for _, slowdown in self.phases) / len(self.phases)
 
     @property
     def worst(self) -> float:
-        """The slowdown in the worst phase."""
+        """Return the slowdown in the worst phase."""
         return max(slowdown for _, slowdown in self.phases)
 
 
 def best_shifts(
     shared: SharedNetwork, *, priority: Sequence[int] | None = None, progress: Progress = lambda done, total: None
 ) -> Phases:
-    """Find the shifts with which the mean slowdown of the jobs is smallest; the jobs' own shifts are ignored.
+    """Return the shifts with the smallest mean slowdown of the jobs. The jobs' own shifts are ignored.
 
     `priority` replaces the jobs' own priorities.
 
-    Raises `InputError` if something is slower for a while, and `TooLargeError`, before it begins, if all simulations
-    together have too many services.
+    Raises `InputError` if there are disturbances. Raises `TooLargeError`, before the first simulation, if all
+    simulations together need too many services.
     """
     if shared.network.disturbed:
         raise InputError("best shifts: of jobs in a steady state (expected no disturbances)")
@@ -105,7 +108,7 @@ class _Search:
             )
 
     def slowdown(self, shift_s: list[float], job: int, shift: float) -> float:
-        """The mean slowdown with a job at another shift."""
+        """Return the mean slowdown with a job at another shift."""
         self.progress(self.done, self.total)
         self.done += 1
         tried = list(shift_s)
@@ -144,7 +147,7 @@ class _Search:
 
 
 def _longest_row(found: list[float]) -> tuple[int, int]:
-    """Return (first, length) of the longest run of values as good as the best; the last one adjoins the first."""
+    """Return (first, length) of the longest run of values as good as the best, on a circle of values."""
     good = [value <= min(found) + _SAME for value in found]
     if all(good):
         return 0, len(found)
@@ -158,7 +161,7 @@ def _longest_row(found: list[float]) -> tuple[int, int]:
 
 
 def _longer(shared: SharedNetwork, shift_s: list[float], priority: list[int]) -> float | None:
-    """The slowdown if the last job's computation takes longer by 1% of its period."""
+    """Return the slowdown if the last job's computation takes longer by 1% of its period."""
     *others, last = (replace(job, shift_s=shift) for job, shift in zip(shared.jobs, shift_s, strict=True))
     compute_s = last.workload.compute_s
     if compute_s == 0:
@@ -172,6 +175,6 @@ def _longer(shared: SharedNetwork, shift_s: list[float], priority: list[int]) ->
 
 
 def _stretched(workload: Workload, factor: float) -> Workload:
-    """The workload with all its ops longer by a factor."""
+    """Return the workload with the durations of all ops multiplied by a factor."""
     ops = tuple(msgspec.structs.replace(op, duration_s=op.duration_s * factor) for op in workload.ops)
     return msgspec.structs.replace(workload, ops=ops)

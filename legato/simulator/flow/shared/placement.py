@@ -1,4 +1,4 @@
-"""Where the workers of several jobs are: on which hosts of one network, and the links that they share there."""
+"""The placement of several jobs: the hosts of their workers on one network, and the links that they share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from legato.simulator.flow.network.topology import Hosts, Routes, Topology
 
 __all__ = ["PLACEMENTS", "Placed", "Placement", "check_taken", "num_hosts", "place"]
 
-#: How jobs are placed: one after the other; alternately over racks; at random; all jobs on the same hosts.
+#: How jobs are placed: one after another; alternately over racks; at random; or all jobs on the same hosts.
 Placement = Literal["packed", "spread", "random", "together"]
 PLACEMENTS: tuple[Placement, ...] = ("packed", "spread", "random", "together")
 
 
 def num_hosts(workers: Sequence[int], how: Placement, gpus_per_host: int = 1) -> int:
-    """The number of hosts that jobs with these numbers of `workers` take."""
+    """Return the number of hosts that jobs with these numbers of `workers` need."""
     return -(-_places(workers, how) // gpus_per_host)
 
 
@@ -32,14 +32,14 @@ def _places(workers: Sequence[int], how: Placement) -> int:
 
 
 def place(workers: Sequence[int], how: Placement, network: Network) -> list[tuple[int, ...]]:
-    """Return the places of each job's workers, in their order, as numbers of workers of `network`.
+    """Return the places of each job's workers, in order, as numbers of workers of `network`.
 
-    "packed" places one job after the other on neighbouring hosts. "spread" deals out hosts, first the first one of
-    every leaf (of a rack; on rails, where all hosts are connected to the same leaves, it is "packed"), then the second
-    ones: neighbours of a ring are in different racks. "random" draws hosts from `network.seed`. All three fill a host
-    before the next one, so that two jobs share one where the workers of the first do not fill it. "together" puts
-    worker w of every job at place w: they share its link. Raises `InputError` on an unknown placement, and if there is
-    too little room.
+    "packed" places one job after another on neighbouring hosts. "spread" uses the first host of every rack, then the
+    second host of every rack, and so on, so neighbours in a ring are in different racks. (On rails, all hosts are
+    connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. These three
+    placements fill a host before the next, so two jobs share a host if the workers of the first do not fill it.
+    "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
+    placement, and if there is too little room.
     """
     if how not in PLACEMENTS:
         raise unknown_name("placement of jobs", how, PLACEMENTS)
@@ -60,9 +60,10 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 
 
 def check_taken(taken: set[int], network: Network) -> None:
-    """Raise `InputError` if a GPU that is not `taken` by a worker of a job, or a card that no job uses, is slowed down.
+    """Raise `InputError` if `network` slows down a GPU that no job has, or a network card that no job uses.
 
-    It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.
+    Such a slowdown would change nothing. On rails without spines, transfers also use the cards of GPUs without a
+    worker.
     """
     cards = {host // network.gpus_per_card for host in taken}
     of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
@@ -79,10 +80,10 @@ def check_taken(taken: set[int], network: Network) -> None:
 
 
 class Placed(Topology):
-    """The hosts of one job on a network that jobs share. Its workers and servers are numbered from 0, as if alone.
+    """The hosts of one job on a network that jobs share. The job's workers and servers are numbered from 0.
 
-    `hosts` has the host of each worker; of all jobs' `all_servers` servers, its own begin with `first_server`. ECMP
-    chooses the paths of its flows by `seed`: jobs have connections of their own.
+    `hosts` has the host of each worker. All jobs have `all_servers` servers; the job's own servers begin with
+    `first_server`. ECMP chooses the paths of the job's flows by `seed`, since each job has its own connections.
     """
 
     def __init__(
@@ -110,6 +111,6 @@ class Placed(Topology):
     def _routes(
         self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
     ) -> Routes:
-        """The routes between the job's hosts, whose numbers say what is `local`."""
+        """Return the routes between the job's hosts. The numbers of the hosts determine which transfers are local."""
         begin, end = (self._host[np.asarray(host)] for host in flow)
         return super()._routes(self._host[source], self._host[target], (begin, end))
