@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 SEVERAL = " Several values are separated by commas."
-SEVERAL_TIMES = " Give it several times for several values; none is the undisturbed network."
+SEVERAL_TIMES = " Repeat the option for several values; none is the undisturbed network."
 
 
 #: The values of a parameter: one, or one for each job if jobs can differ, or several in a sweep.
@@ -52,7 +52,7 @@ NO_SERVERS = {"show_default": "none"}
 def option(name: str, **own: Any) -> Any:
     """Return the option for this axis; a command's `own` default or limits replace the table's."""
     axis = BY_NAME[name]
-    panel = "Fabric" if axis not in NETWORK else "Switches, and what fails" if axis.part == "switches" else "Network"
+    panel = "Fabric" if axis not in NETWORK else "Switches and failures" if axis.part == "switches" else "Network"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
     usual = {"help": axis.help, "metavar": axis.metavar, "min": axis.least, "max": axis.most, "rich_help_panel": panel}
     options: dict[str, Any] = usual | own
@@ -343,9 +343,9 @@ class Kinds:
     backend: Annotated[
         Literal["any", "gloo", "nccl"] | None,
         typer.Option(
-            help="torch's backend that the plan is for: nccl carries out a ring in its own way, and over gloo legato "
-            "carries out all collectives.",
-            show_default="any, or all that the cluster file has",
+            help="Backend of torch.distributed for which to plan. nccl offers its own ring, and on gloo legato runs "
+            "all collectives itself.",
+            show_default="any, or all collectives in the cluster file",
         ),
     ] = None
 

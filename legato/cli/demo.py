@@ -29,21 +29,21 @@ def demo(
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None,
     bandwidth: Annotated[
         str | None,
-        option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback where this machine cannot have hosts"),
+        option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback if there are no network namespaces here"),
     ] = None,
     steps: Annotated[
-        int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4, max=2**20)
+        int, typer.Option(help="Number of timed training steps with DDP and with legato.", min=4, max=2**20)
     ] = 16,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Write the report and everything else to this folder.")
     ] = Path("legato-demo"),
     json: Json = False,
 ) -> None:
-    """Show everything on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
+    """Try everything on this machine: capture real models, calibrate, plan, and compare training with DDP and legato.
 
-    Every worker gets a host of its own: a network namespace, which needs no root, with a link of this bandwidth. With
-    --bandwidth loopback, all workers talk over loopback. With --servers, the models train with this number of parameter
-    servers instead, under every order of pulls.
+    Each worker runs in its own network namespace, which needs no root and has a link of this bandwidth. With
+    --bandwidth loopback, all workers communicate over loopback. With --servers, the models train with this number of
+    parameter servers instead, once in every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """

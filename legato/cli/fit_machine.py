@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 def fit_machine(
     steps: Annotated[
-        list[str], typer.Argument(metavar="J.json=SECONDS...", help="Whole jobs, and how long a step of each took.")
+        list[str],
+        typer.Argument(metavar="J.json=SECONDS...", help="Whole jobs, each with the measured time of a step."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="M.json", help="Write the machine to this file.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Fit the efficiency of a machine, and what else the steps tell, to measured steps of whole jobs on it.
+    """Fit the efficiency of a machine, and if possible its host time, to measured steps of whole jobs.
 
-    One step is enough for the efficiency. Two steps whose layers differ also tell the host's time, and steps with long
-    sequences tell the efficiency of attention. If there are two or more, each is also predicted from the others. The
-    commands workload and layouts take the file as --machine.
+    One step is enough for the efficiency. Two steps with different layers also determine the host time, and steps with
+    different sequence lengths the efficiency of attention. Given two or more steps, each is also predicted from all the
+    others. Pass the file as --machine to legato workload and legato layouts.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """

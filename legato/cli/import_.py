@@ -43,13 +43,15 @@ class Chosen:
     """The options of what is imported from the traces."""
 
     name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
-    rank: int | None = setting(None, "Rank to import.", show_default="the one that takes longest; chakra: the lowest")
-    step: str | None = setting(None, "Step to import.", show_default="the one of median length")
-    idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
-    batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+    rank: int | None = setting(None, "Rank to import.", show_default="the slowest; chakra: the lowest")
+    step: str | None = setting(None, "Step to import.", show_default="the step of median length")
+    idle: Literal["keep", "drop"] = setting(
+        "keep", "Keep or drop the time that a device waits for its host as part of op times."
+    )
+    batch_size: int = setting(1, "Batch size to record in the workload.", min=1)
     transfer: list[str] | None = setting(None, f"{TRANSFER_HELP} (kineto).", metavar="PATTERN=COLLECTIVE")
     program: bool = setting(
-        False, "Write what all ranks compute and send, not the workload of one of them (kineto, chakra).", "--program"
+        False, "Write what all ranks compute and send, instead of one rank's workload (kineto, chakra).", "--program"
     )
 
 
@@ -61,7 +63,7 @@ class OfSends:
     worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
     after: str | None = setting(None, "Leave out gradients sent before this operation (send-trace).")
     drop: list[str] | None = setting(
-        None, "Leave out parameters that match (send-trace); may be repeated.", metavar="REGEX"
+        None, "Leave out parameters whose names match (send-trace); may be repeated.", metavar="REGEX"
     )
 
 
@@ -69,7 +71,9 @@ def import_(
     format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(FORMATS)}.")],
     traces: Annotated[
         list[Path],
-        typer.Argument(metavar="FILES...", help="The traces of one job, or their folder, possibly compressed (.gz)."),
+        typer.Argument(
+            metavar="FILES...", help="Traces of one job, or a folder of them; they may be compressed (.gz)."
+        ),
     ],
     *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
@@ -80,14 +84,14 @@ def import_(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            metavar="C.json", help="Fit the network to the trace's all-reduces, and write the cluster to this file."
+            metavar="C.json", help="Fit the network to the all-reduces in the trace, and write it to this file."
         ),
     ] = None,
     chosen: Chosen,
     sends: OfSends,
     json: Json = False,
 ) -> None:
-    """Turn foreign traces into a workload, and list what they lack and what is assumed.
+    """Turn traces of other tools into a workload, and list what the traces lack and what is assumed.
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """

@@ -59,12 +59,12 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-SCHEDULER_HELP = "Names of schedulers, or FILE.py:FUNCTION for one of your own, separated by commas, or all."
+SCHEDULER_HELP = "Schedulers, separated by commas: names, or FILE.py:FUNCTION for your own; or all."
 TRANSFER_HELP = (
-    "Count kernels as this collective if this regular expression matches their name, or the name of the operator or "
-    "mark that launches them, such as my_sum=all-reduce; may be repeated"
+    "Count a kernel as this collective if this regular expression matches its name, or the name of the operator or "
+    "annotation that launches it, such as my_sum=all-reduce; may be repeated"
 )
-FABRIC_HELP = "Names of fabrics, or FILE.py:CLASS for one of your own, separated by commas, or all."
+FABRIC_HELP = "Fabrics, separated by commas: names, or FILE.py:CLASS for your own; or all."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 ClusterFile = Annotated[
@@ -72,7 +72,7 @@ ClusterFile = Annotated[
     typer.Option(
         "--cluster",
         metavar="C.json",
-        help="A file of legato calibrate instead of workers, bandwidth, latency and so on.",
+        help="A cluster file from legato calibrate, instead of --workers, --bandwidth, --latency and so on.",
         rich_help_panel="Network",
     ),
 ]
@@ -82,42 +82,43 @@ MachineName = Annotated[
         "--machine",
         "--device",
         metavar="NAME|FILE",
-        help="GPUs, hosts and links: a100, h100, h100-500w, b200, or a file of fit-machine. Other options change them.",
+        help="Machine with GPUs, hosts and links: a100, h100, h100-500w, b200, or a file from legato fit-machine. "
+        "Other options override its values.",
         rich_help_panel="Network",
     ),
 ]
 Collective = Annotated[
     str | None,
     typer.Option(
-        help=f"Collective of the messages: {', '.join(COLLECTIVES)}, or one of the cluster file's.",
+        help=f"Collective that sends the messages: {', '.join(COLLECTIVES)}, or one in the cluster file.",
         show_default="the cluster's first",
         rich_help_panel="Network",
     ),
 ]
 Compute = Annotated[
-    Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
+    Literal["one", "unlimited"],
+    typer.Option(help="Number of streams on which a worker computes; the PACE paper assumes unlimited streams."),
 ]
 _SHARD_HELP = (
-    "Divide among the workers, each of which keeps only its part: the optimizer's states (ZeRO-1), or also the"
-    " gradients (ZeRO-2)"
+    "What to shard across the workers: nothing, the optimizer's states (ZeRO-1), or the gradients as well (ZeRO-2)"
 )
 Shard = Annotated[Literal["none", "optimizer", "gradients"], typer.Option(help=f"{_SHARD_HELP}.")]
 ShardAll = Annotated[
     Literal["none", "optimizer", "gradients", "parameters"],
-    typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters, too (FSDP2)."),
+    typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters as well (FSDP2)."),
 ]
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
     typer.Option(
-        help="Send float32 gradients in a format of two bytes: only as many gradients as make the iteration as fast as "
-        "possible, or all of them, as torch's compression hooks do."
+        help="Round float32 gradients to two bytes for sending: only as many gradients as the fastest iteration needs "
+        "(bf16, fp16), or all of them, as torch's compression hooks do (all-bf16, all-fp16)."
     ),
 ]
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Simulate transfers (flows, for whole jobs) on every link; or compute the time of each message or "
-        "collective from formulas, as planners do.",
+        help="Detail of the simulation: transfers (for whole jobs, flows) on every link, or formulas for the time of "
+        "each message or collective, as planners use them.",
         metavar="NAME",
         show_default="transfers; flows",
     ),
@@ -126,7 +127,7 @@ Iterations = Annotated[
     int | None,
     typer.Option(
         help="Number of iterations to simulate.",
-        show_default="1; 3 if they differ; 30 or 3 for jobs that share",
+        show_default="1; 3 if they differ; with --share 30, or 3 for whole jobs",
     ),
 ]
 TimelineOutput = Annotated[
@@ -135,7 +136,8 @@ TimelineOutput = Annotated[
         "--output",
         "-o",
         metavar="T.json",
-        help="Write the fastest fabric's timeline to this file; with --share, each job's to this folder.",
+        help="Write the timeline of the fastest fabric to this file; with --share, the timelines of the jobs to this "
+        "folder.",
     ),
 ]
 

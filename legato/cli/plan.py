@@ -60,8 +60,8 @@ class Planning(Kinds):
     compute: Compute = "one"
     max_message: str | None = setting(
         None,
-        "Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
-        "every message within it; the others send a larger tensor alone.",
+        "Do not merge tensors into messages larger than this, such as 1GiB. Schedulers that partition tensors also "
+        "split larger tensors; all other schedulers send a larger tensor as one message.",
         metavar="SIZE",
         show_default="no limit",
     )
@@ -80,7 +80,7 @@ def _plan(
         bool,
         typer.Option(
             "--check-bound",
-            help="Prove every lower bound again, from its certificate, in exact arithmetic.",
+            help="Check the certificate of every lower bound in exact arithmetic.",
         ),
     ] = False,
     json: Json = False,

@@ -50,13 +50,13 @@ class Trials:
     iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
     ratio: float | None = setting(
         None,
-        "Scale computation so that one message of all gradients takes this many times as long.",
+        "Scale computation so that sending all gradients in one message takes RATIO times as long as computing.",
         show_default="computation as in the workload",
     )
     compiled: bool = setting(
         False,
-        "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
-        " is not compiled: then DDP gets each gradient as soon as it is computed.",
+        "Run plans in a compiled model, which can compute in the order of a plan. The model for DDP is not compiled, so"
+        " that DDP gets each gradient as soon as it is computed.",
         "--compiled",
     )
     shard: Shard = "none"
@@ -69,7 +69,7 @@ class Results:
 
     output: Path | None = setting(
         None,
-        "Write what was measured, timelines, plans, the workload and the cluster to this folder.",
+        "Write measurements, timelines, plans, the workload and the cluster to this folder.",
         "--output",
         "-o",
         metavar="DIR",
@@ -85,7 +85,9 @@ class Hosts:
     workers: Annotated[int, option("workers")] = 4
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
     bandwidth: Annotated[str, option("bandwidth")] = "1Gbit"
-    agents: int = setting(0, "Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
+    agents: int = setting(
+        0, "Number of inference agents, which only pull parameters.", min=0, rich_help_panel="Network"
+    )
 
 
 def rehearse(
@@ -98,12 +100,12 @@ def rehearse(
     trials: Trials,
     results: Results,
 ) -> None:
-    """Run plans on this machine, over real TCP on shaped links, with computation emulated.
+    """Run plans on this machine over real TCP on shaped links, with emulated computation.
 
-    Every worker and server gets a host of its own: a network namespace, which needs no root and is removed at the end.
-    DDP is always measured too; with parameter servers, which try orders of pulls, the random order takes its place.
-    With --shard or --wire, plans are measured with and without it; so is DDP, with torch's ZeroRedundancyOptimizer or
-    its compression hook.
+    Every worker and server runs in its own network namespace, which needs no root and is removed at the end. DDP is
+    always measured for comparison; with parameter servers, where plans are orders of pulls, the random order is. With
+    --shard or --wire, plans are measured with and without the option. DDP is then also measured with torch's
+    ZeroRedundancyOptimizer or compression hook.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -137,8 +139,8 @@ def verify(
 ) -> None:
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
-    Start it under torchrun, on the machines and with the number of processes that will train. DDP is always measured
-    too. With --cluster, predictions are for that file; otherwise, the job is calibrated first.
+    Start it with torchrun, on the same machines and with the same number of processes as the training. DDP is always
+    measured for comparison. Predictions use the file of --cluster; without it, the network is calibrated first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """

@@ -40,13 +40,13 @@ class Estimate(Computes):
     precision: str | None = setting(
         None, "Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
     )
-    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="the computation's")
+    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="as in computation")
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms.", show_default="estimated")
     backward: str | None = setting(None, "Duration of the backward pass, such as 296ms.", show_default="estimated")
     add_modules: str | None = setting(
         None, "Add N copies of a module, such as mixed_17x17x768e=25.", metavar="MODULE=N"
     )
-    compute_speedup: float | None = setting(None, "Factor by which computation is faster.")
+    compute_speedup: float | None = setting(None, "Factor by which to speed up computation.")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class Training:
 
     PANEL: ClassVar = "Large models: training"
 
-    accumulate: int = setting(1, "Micro-batches per step; the last one sends the gradients.")
-    replica_devices: int = setting(1, "Devices that share the model and its batch; the workload is one device's.")
+    accumulate: int = setting(1, "Number of micro-batches per step; gradients are sent during the last one.")
+    replica_devices: int = setting(
+        1, "Number of devices that share the model and its batch; the workload describes one device."
+    )
 
 
 def _write(
@@ -195,8 +197,8 @@ def workload(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Name of a model (--list shows them), llm for one whose shape the options give, or the JSON of a "
-            "configuration of Hugging Face or Megatron.",
+            help="Name of a model (see --list), llm for a language model whose shape the options give, or a "
+            "Hugging Face or Megatron configuration (.json).",
         ),
     ] = None,
     *,
@@ -205,7 +207,7 @@ def workload(
 ) -> None:
     """Write the workload of a model from the papers, or of a language model, without downloading or training anything.
 
-    With options of whole jobs, the file holds a job: the model, and how many GPUs share it.
+    With any option for whole jobs, the file holds a job: the model, and how GPUs share it.
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """

@@ -54,69 +54,78 @@ _ROUNDING = 1e-9
 class Layout:
     """The options of how a whole job is divided among GPUs. Any of them makes one."""
 
-    PANEL: ClassVar = "Whole jobs (language models): any of these makes the file hold a job"
+    PANEL: ClassVar = "Whole jobs (language models): with any of these, the file holds a job"
 
-    tensor: int | None = setting(None, "Tensor-parallel GPUs.", show_default="1")
-    context: int | None = setting(None, "Context-parallel GPUs, which divide sequences.", show_default="1")
-    pipeline: int | None = setting(None, "Stages of the pipeline.", show_default="1")
-    data: int | None = setting(None, "Data-parallel replicas.", show_default="1, or what --gpus leaves")
-    expert: int | None = setting(None, "Data-parallel neighbours that divide the experts.", show_default="1")
-    gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="the product")
+    tensor: int | None = setting(None, "Number of tensor-parallel GPUs.", show_default="1")
+    context: int | None = setting(None, "Number of context-parallel GPUs, which divide sequences.", show_default="1")
+    pipeline: int | None = setting(None, "Number of pipeline stages.", show_default="1")
+    data: int | None = setting(None, "Number of data-parallel replicas.", show_default="1, or from --gpus")
+    expert: int | None = setting(
+        None, "Number of neighbouring data-parallel GPUs that divide the experts.", show_default="1"
+    )
+    gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="as the dimensions need")
     order: str | None = setting(
         None, "Order of the dimensions, outermost first.", show_default="pipeline,data,context,tensor"
     )
-    microbatches: int | None = setting(None, "Micro-batches of a replica and step.", show_default="1")
-    microbatch_size: int | None = setting(None, "Sequences of a micro-batch.", show_default="1")
-    pipeline_schedule: Schedule | None = setting(None, "Schedule of the pipeline.", show_default="1f1b")
-    chunks: int | None = setting(None, "Chunks of layers of a stage.", show_default="1; 2 if interleaved")
-    split: str | None = setting(None, "Layers of each chunk, such as 7,8,8,7.", show_default="even")
-    shard: Shard | None = setting(None, "What data-parallel GPUs keep only their own part of.", show_default="none")
+    microbatches: int | None = setting(None, "Number of micro-batches per replica and step.", show_default="1")
+    microbatch_size: int | None = setting(None, "Number of sequences in a micro-batch.", show_default="1")
+    pipeline_schedule: Schedule | None = setting(None, "Pipeline schedule.", show_default="1f1b")
+    chunks: int | None = setting(None, "Number of chunks of layers on each stage.", show_default="1; 2 if interleaved")
+    split: str | None = setting(None, "Number of layers in each chunk, such as 7,8,8,7.", show_default="even")
+    shard: Shard | None = setting(None, "What to shard across data-parallel GPUs.", show_default="none")
     replicas: int | None = setting(
-        None, "Groups of data-parallel GPUs that each have all parameters, with --shard parameters.", show_default="1"
+        None, "Number of data-parallel groups that each shard all parameters (HSDP).", show_default="1"
     )
     sequence_parallel: bool | None = setting(
-        None, "Divide sequences between tensor-parallel products.", "--sequence-parallel", show_default="no"
+        None,
+        "Divide sequences among tensor-parallel GPUs outside matrix products.",
+        "--sequence-parallel",
+        show_default="no",
     )
     recompute_only: Literal["core", "selective"] | None = setting(
-        None, "Recompute only attention's core, or every second product.", show_default="nothing; --recompute: all"
+        None,
+        "Recompute only attention's core; or (selective) every second matrix product and all elementwise operations.",
+        show_default="nothing; --recompute: all",
     )
     preset: str | None = setting(
-        None, "Framework: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
+        None, "Framework to model: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
     )
     overlap: str | None = setting(
         None,
-        f"Kinds of communication that run during computation, out of {', '.join(HIDDEN)}; or none.",
+        f"Kinds of communication that overlap with computation: {', '.join(HIDDEN)}; or none.",
         show_default="the preset's",
     )
     gradient_dtype: str | None = setting(
         None,
-        "Precision in which gradients are added up, fp32 or bf16; sent in another one: bf16:fp32.",
+        "Precision in which gradients are accumulated, fp32 or bf16; bf16:fp32 accumulates in bf16 and sends in fp32.",
         show_default="the preset's",
     )
     fused_loss: bool | None = setting(
         None,
-        "Whether the loss reads each GPU's part of the logits in 16 bits, or all of them in 32 bits.",
+        "Whether each GPU computes the loss from its part of the logits in 16 bits, or from all logits in 32 bits.",
         "--fused-loss/--whole-logits",
         show_default="the preset's",
     )
     deduplicate_experts: bool | None = setting(
         None,
-        "Send one copy of a token to the experts of a host.",
+        "Send only one copy of a token to each host, even if several experts there use it.",
         "--deduplicate-experts",
-        show_default="one to each expert",
+        show_default="a copy to each expert",
     )
     mixture_time: str | None = setting(
-        None, "Host work and small kernels of a mixture, per layer and micro-batch, such as 4ms.", show_default="none"
+        None,
+        "Time of host work and small kernels of a mixture of experts, per layer and micro-batch, such as 4ms.",
+        show_default="none",
     )
     host_time: str | None = setting(
-        None, "Time that no GPU work hides, per layer and micro-batch, such as 5ms.", show_default="none"
+        None, "Host time that GPU work does not hide, per layer and micro-batch, such as 5ms.", show_default="none"
     )
     attention_efficiency: float | None = setting(
-        None, "Share of the peak that attention reaches.", show_default="the device's"
+        None, "Share of peak FLOP/s that attention reaches.", show_default="the device's"
     )
     fused: bool | None = setting(
         None,
-        "Whether chains of elementwise operations are one kernel.",
+        "Whether a chain of elementwise operations runs as one kernel.",
         "--fused/--eager",
         show_default="the preset's",
     )

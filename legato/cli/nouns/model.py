@@ -39,15 +39,17 @@ class Computes:
 
     device: str | None = setting(
         None,
-        "GPU that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
+        "GPU to compute on, such as k80, p100, v100, a100, h100 or b200; for language models also a machine file.",
         "--machine",
         "--device",
         metavar="NAME|FILE",
         show_default="v100; h100 for language models",
     )
-    device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    device_flops: str | None = setting(
+        None, "Peak FLOP/s of the device, such as 10T.", show_default="from its data sheet"
+    )
     efficiency: float | None = setting(
-        None, "Share of the peak that matrix products reach.", show_default="0.5; for language models the machine's"
+        None, "Share of peak FLOP/s that matrix products reach.", show_default="0.5; for language models the machine's"
     )
 
     @property
@@ -70,20 +72,20 @@ class Shape:
     PANEL: ClassVar = "Language models: shape"
 
     layers: int | None = setting(None, "Number of layers.")
-    hidden: int | None = setting(None, "Width of the model.")
-    heads: int | None = setting(None, "Attention heads.")
-    kv_heads: int | None = setting(None, "Heads of the keys and values.", show_default="the attention heads")
-    intermediate: int | None = setting(None, "Width of the MLP.", show_default="3.5 x hidden")
-    experts: int | None = setting(None, "MLPs of a mixture of experts.", show_default="1")
-    active_experts: int | None = setting(None, "Experts that a token uses.", show_default="1")
-    vocabulary: int | None = setting(None, "Tokens in the vocabulary.", "--vocab")
+    hidden: int | None = setting(None, "Hidden size of the model.")
+    heads: int | None = setting(None, "Number of attention heads.")
+    kv_heads: int | None = setting(None, "Number of key and value heads.", show_default="as many as attention heads")
+    intermediate: int | None = setting(None, "Intermediate size of the MLP.", show_default="3.5 x hidden")
+    experts: int | None = setting(None, "Number of experts (MLPs) in a mixture.", show_default="1")
+    active_experts: int | None = setting(None, "Number of experts that each token uses.", show_default="1")
+    vocabulary: int | None = setting(None, "Number of tokens in the vocabulary.", "--vocab")
     tied: bool | None = setting(
         None,
-        "Whether the embeddings are also the output layer.",
+        "Whether the output layer shares the weights of the embeddings.",
         "--tied/--untied",
         show_default="untied; tied in gpt3",
     )
-    sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
+    sequence: int | None = setting(None, "Number of tokens in a sequence.", show_default="8192, or the paper's")
 
     def given(self) -> dict[str, Any]:
         """Return what the options change."""

@@ -50,10 +50,10 @@ class Simulated(Cells):
     fabric: str = setting("all", FABRIC_HELP)
     scheduler: str | None = setting(
         None,
-        "Name of the scheduler that plans, or FILE.py:FUNCTION; plain sends one message per tensor.",
+        "Name of the scheduler, or FILE.py:FUNCTION for your own; plain sends one message per tensor.",
         show_default="plain",
     )
-    plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
+    plan: Path | None = setting(None, "Simulate the plan in this file instead of a scheduler's plan.", metavar="P.json")
 
     def check(self) -> None:
         if self.plan is not None and self.scheduler is not None:
@@ -66,7 +66,7 @@ class Running:
 
     jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
     backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
-    fresh: bool = setting(False, "Forget finished cells and start again.", "--fresh")
+    fresh: bool = setting(False, "Discard finished cells and start again.", "--fresh")
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:

@@ -57,7 +57,7 @@ class Hosts:
 
     hosts: Literal["packed", "spread", "random", "together"] | None = setting(
         None,
-        "Hosts of the jobs: packed (one job after the other), spread over racks, random, or together (on the same).",
+        "Hosts of the jobs: packed (one job after another), spread over racks, random, or together on the same hosts.",
         metavar="NAME",
         show_default="packed",
     )
@@ -71,7 +71,7 @@ class Hosts:
 class Places(Hosts):
     """The options of where jobs that share a network are, and when they begin."""
 
-    shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
+    shift: str | None = setting(None, "Delay before a job starts, such as 120ms.", show_default="0")
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ class Timed(Places):
     """The options of jobs whose iterations can be timed: most take one value for all jobs, or one for each."""
 
     best_shift: bool = setting(
-        False, "Find the shifts with the smallest slowdowns, and what it costs to miss them.", "--best-shift"
+        False, "Find the shifts with the smallest mean slowdown, and the cost of missing them.", "--best-shift"
     )
     pace: str | None = setting(
         None,
-        "Least time from one start of an iteration to the next, so that a job keeps its shift.",
+        "Minimum time between the starts of two iterations of a job, so that it keeps its shift.",
         show_default="none",
     )
     priority: str | None = setting(
         None,
-        "Priority of a job on links, the highest first, such as 2,1; or intensity, for Crux's.",
+        "Priority of each job on links, such as 2,1 (highest first); or intensity, for the priorities of Crux.",
         show_default="equal",
     )
 

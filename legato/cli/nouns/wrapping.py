@@ -34,23 +34,23 @@ class FullySharded:
 
     memory: str | None = setting(
         None,
-        "Memory of a GPU for parameters, gradients, Adam's states and FSDP2's buffers, without activations.",
+        "Memory that a GPU has for parameters, gradients, Adam's states and FSDP2's buffers, not for activations.",
         metavar="SIZE",
         show_default="no limit",
     )
-    micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
+    micro_batches: int = setting(1, "Number of micro-batches whose gradients are accumulated in one step.")
     param_dtype: Precision | None = setting(
-        None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
+        None, "Precision in which parameters are gathered and used.", show_default="the workload's"
     )
     reduce_dtype: Precision = setting("fp32", "Precision in which gradients are reduced.")
-    host_time: str = setting("0s", "Time that the host needs for one group in a step; measure it if GPUs wait for it.")
+    host_time: str = setting("0s", "Host time per group and step; measure it if GPUs wait for the host.")
     report: Path | None = setting(
-        None, "Write a page with time over memory, and what a rank does, to this file.", metavar="R.html"
+        None, "Write a page that plots time against memory and shows what a rank does.", metavar="R.html"
     )
     program: Path | None = setting(
-        None, "Write what the GPUs do to this file: legato simulate runs it link by link.", metavar="P.json"
+        None, "Write what the GPUs do to this file, as a program for legato simulate.", metavar="P.json"
     )
-    code: bool = setting(False, "Print the torch code that wraps the model as the chosen row says.", "--code")
+    code: bool = setting(False, "Print the torch code that wraps the model as in the chosen row.", "--code")
 
     def sharding(self, workload: Workload, network: Given) -> Sharding:
         from legato.fsdp.table import Sharding
