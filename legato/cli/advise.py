@@ -87,7 +87,7 @@ def advise(
 
 
 def _network(job: Imported, given: Given) -> Cluster | None:
-    """Return the network that the options describe, or None if it is the trace's."""
+    """Return the network that the options describe, or None to use the network of the trace."""
     given.refuse_beside_file()
     if given.file is not None:
         return files.read(given.file, Cluster)
@@ -98,5 +98,5 @@ def _network(job: Imported, given: Given) -> Cluster | None:
         return None
     count = workers or job.replicas
     if count is None or count < 2:
-        raise InputError("the trace does not tell the number of workers (expected --workers)")
+        raise InputError("the trace does not show how many workers there are (expected --workers)")
     return given.replace(workers=count).machines().cluster

@@ -21,7 +21,7 @@ from legato.core.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """The options of what is measured."""
+    """The options that say what is measured."""
 
     backend: str = setting("gloo", "Backend of torch.distributed, such as gloo or nccl.")
     collectives: str = setting(
@@ -67,7 +67,7 @@ def calibrate(
         _read(nccl_tests, workers, output, json)
         return
     if workers is not None:
-        raise InputError("--workers means nothing without --nccl-tests")
+        raise InputError("--workers does not apply without --nccl-tests")
     import os
 
     import torch.distributed as dist
@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _passes(training: str) -> Callable[[], None]:
-    """Return the forward and backward pass of a training step in a file."""
+    """Return a function that runs the forward and backward pass of the training step in a file."""
     from legato.pytorch.recording.load import load_training
 
     _, optimizer, loss = load_training(training)
@@ -113,7 +113,7 @@ def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
 
     cluster, samples, ranks = read_nccl_tests(path, workers)
     if ranks and ranks != cluster.workers:
-        note(f"{path}: measured between {ranks} ranks, and taken as the cost between {cluster.workers}")
+        note(f"{path}: measured on {ranks} ranks, and used as the cost on {cluster.workers}")
     files.write(output, cluster)
     if json:
         print_json({"cluster": cluster, "samples": [{"nbytes": n, "seconds": s} for n, s in samples]})

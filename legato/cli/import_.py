@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
     from legato.ingest.traced import Imported, Notes, RankMeasure
 
-#: Options that have another name in readers: the name, and the function that makes the reader's value.
+#: Options that have another name in readers: that name, and a function that converts the option's value.
 _PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward": ("forward_s", lambda text: quantity("forward", text, parse_seconds)),
     "idle": ("keep_idle", lambda how: how == "keep"),
     "transfer": ("known", Transfers),
 }
 _DEFAULTS = {"batch_size": 1, "idle": "keep"}
-#: Options that mean something only for the workload of one worker.
+#: Options that apply only to the workload of one worker.
 _OF_WORKLOAD = ("batch_size", "rank", "timeline", "cluster")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The options of what is imported from the traces."""
+    """The options that say what to import from the traces."""
 
     name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
     rank: int | None = setting(None, "Rank to import.", show_default="the slowest; chakra: the lowest")
@@ -57,7 +57,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class OfSends:
-    """The options for traces of sends."""
+    """The options that apply only to send traces."""
 
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
     worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
@@ -150,25 +150,28 @@ def _write_program(found: Imported, traces: list[Path], output: Path, json: bool
 
 
 def _reader(format: str, options: dict[str, Any]) -> tuple[Callable[..., Imported], dict[str, Any]]:
-    """Return the reader of this format, and its keywords. Raises `InputError` on an option that it lacks."""
+    """Return the reader of this format, and keyword arguments for it from the options.
+
+    Raises `InputError` if the reader does not have one of the options.
+    """
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     program = options.pop("program")
     if program and FORMATS[format].program is None:
         able = " or ".join(sorted((name for name, one in FORMATS.items() if one.program), reverse=True))
-        raise InputError(f"--program means nothing for {format} (expected {able})")
+        raise InputError(f"--program does not apply to {format} (expected {able})")
     read, keywords = FORMATS[format].reader(program=program), dict[str, Any]()
     takes = signature(read).parameters
     for option, value in options.items():
         if value in (None, _DEFAULTS.get(option)):
             continue
         if program and option in _OF_WORKLOAD:
-            raise InputError(f"--{option.replace('_', '-')} means nothing for --program")
+            raise InputError(f"--{option.replace('_', '-')} does not apply to --program")
         name, convert = _PARAMETERS.get(option, (option, lambda value: value))
         if name in takes:
             keywords[name] = convert(value)
         elif option != "batch_size" and not (option in _OF_WORKLOAD and "step" in takes):
-            raise InputError(f"--{option} means nothing for {format}")
+            raise InputError(f"--{option} does not apply to {format}")
     return read, keywords
 
 

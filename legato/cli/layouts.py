@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
-#: The table columns that hold text.
+#: Heads of the table columns that hold text.
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The job whose layouts are compared."""
+    """The options that describe the job whose layouts are compared."""
 
     gpus: int | None = setting(None, "Number of GPUs of the job.")
     batch: int | None = setting(None, "Number of sequences in a step, over all replicas.")
@@ -56,7 +56,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class Shown:
-    """The options of where the answer goes."""
+    """The options that say where the answer is written."""
 
     report: Path | None = setting(
         None, "Write a page that shows what the layouts, and faster machines, wait for.", metavar="L.html"
@@ -86,7 +86,7 @@ def _search(
 
 
 def _of_job(name: str, /, how: Shown) -> None:
-    """Print what better machines would save a job whose layout stays."""
+    """Print how much time better machines would save a job that keeps its layout."""
     from legato.whole_jobs.step import predict
 
     keep_apart([Path(name)], report=how.report)
@@ -112,7 +112,7 @@ def layouts(
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """
     face = _of_job if name.endswith(".json") and files.holds(files.load(name), Job) else _search
-    options.run(face, name, wrong="means nothing for a whole job")
+    options.run(face, name, wrong="does not apply to a whole job")
 
 
 def _show(best: Step, found: Layouts | None, how: Shown) -> None:

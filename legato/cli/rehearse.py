@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-#: The errors of up to this number of predictions are listed; for more, the median and the worst are.
+#: Up to this number, the error of every prediction is printed; above it, only the median and the worst.
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
@@ -45,7 +45,7 @@ WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The worklo
 
 @dataclass(frozen=True)
 class Trials:
-    """The options of how plans are run."""
+    """The options that say how plans are run."""
 
     iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
     ratio: float | None = setting(
@@ -65,7 +65,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class Results:
-    """The options of where results go."""
+    """The options that say where results are written."""
 
     output: Path | None = setting(
         None,
@@ -80,7 +80,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The options of the hosts on this machine."""
+    """The options about the emulated hosts on this machine."""
 
     workers: Annotated[int, option("workers")] = 4
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
@@ -119,7 +119,7 @@ def rehearse(
     machines, link = count(hosts.workers, "worker"), format_bandwidth(bandwidth_bps)
     if hosts.servers or hosts.agents:
         if (trials.shard, trials.wire) != ("none", "none"):
-            raise InputError("--shard and --wire: not with parameter servers")
+            raise InputError("--shard and --wire: not available with parameter servers")
         served = _rehearse_servers(workload, hosts, bandwidth_bps, scheduler, trials)
         tell(served, f"{machines} and {count(hosts.servers or 0, 'server')}, {link}", results)
         return
@@ -157,7 +157,7 @@ def verify(
 
     task = _task(workload, scheduler, cluster, trials, results)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
+    dist.init_process_group("gloo")  # the accelerator is emulated, so gradients are in the host's memory
     try:
         if dist.get_rank() == 0:
             with stages(STAGES) as advance:
@@ -190,10 +190,10 @@ def _rehearse_servers(
 
 
 def _prepare(results: Results) -> None:
-    """Make the folder, and see that a page can be made and written, before minutes of work."""
+    """Make the output folder, and check that the page can be written, before minutes of work."""
     if results.output is not None:
         make_folder(results.output)
-    check_file("report", results.report, ".html")  # which may be in this folder
+    check_file("report", results.report, ".html")  # the page may be in the folder
 
 
 def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, results: Results) -> Task:
@@ -214,7 +214,7 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
-    """Print what was measured on a network (in words), and write it to the folder and the page, if there are any."""
+    """Print the measurements; write them to the folder and the page, if asked. `network` describes the network."""
     from legato.reports.model import Report, save
     from legato.reports.schedulers import best_of, entries, headline
 
@@ -234,7 +234,7 @@ def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> 
     if results.output is not None:
         save(report, results.output)
         shown = f"legato report {results.output} -o report.html shows them"
-        note(f"all of this and the timelines -> {results.output} ({shown})")
+        note(f"results and timelines -> {results.output} ({shown})")
     if results.report is not None:
         from legato.reports.html import write_report
 

@@ -63,7 +63,7 @@ def report(
 
 
 def _read(paths: Sequence[Path], output: Path) -> Given:
-    """Return what the files and folders hold; a folder's files in another format are left out."""
+    """Read the files, and those files in the folders that legato has written."""
     from legato.pages import Given
 
     found: list[tuple[Path, AnyNoun]] = []
@@ -133,7 +133,7 @@ def trace(
 def _refuse(output: Path, options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if value is not None:
-            raise InputError(f"{option} means nothing for a trace like {output.name}")
+            raise InputError(f"{option} does not apply to a trace like {output.name}")
 
 
 def _write_perfetto(timelines: Sequence[Timeline], output: Path, workload: Workload | None) -> None:

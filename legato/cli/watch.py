@@ -58,11 +58,11 @@ def watch(  # noqa: PLR0913
 
 
 def judge() -> None:
-    """Judge the traces of a watched script, in a process of its own: print the verdict, and write JSON and the page.
+    """Judge the traces of a watched script in a separate process: print the verdict, and write JSON and the page.
 
-    The arguments are the folder of the traces, the JSON file of the previous verdict (or an empty file), the JSON file
-    to write, and the file for the page (or nothing). The process ends when its standard input, which the script's
-    process holds, is closed.
+    The command line has four arguments: the folder of the traces, the JSON file of the previous verdict (or an empty
+    file), the JSON file to write, and the file for the page (or ""). The process ends when its standard input is
+    closed, because then the script's process, which holds the other end, has ended.
     """
     folder, before, document, page = sys.argv[1:]
     threading.Thread(target=_end_with_script, daemon=True).start()

@@ -25,14 +25,14 @@ from legato.core.workload import Phase, Workload
 if TYPE_CHECKING:
     from legato import zoo
 
-#: Bytes of a parameter and of Adam's states for it: weights and two moments in 32 bits, and in 16-bit training weights
-#: in 16 bits as well (Rajbhandari et al. 2020, section 3.1). A gradient comes on top.
+#: Bytes per parameter of weights and Adam's states: the weight and two moments in 32 bits, and for 16-bit training also
+#: the weight in 16 bits (Rajbhandari et al. 2020, section 3.1). Gradients are not counted here.
 _STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 
 @dataclass(frozen=True)
 class Estimate(Computes):
-    """The options of what computes, and how long it takes."""
+    """The options about the device, and how long it computes."""
 
     batch_size: int | None = setting(
         None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
@@ -51,7 +51,7 @@ class Estimate(Computes):
 
 @dataclass(frozen=True)
 class Training:
-    """The options of how a large model is trained."""
+    """The options about how a large model is trained."""
 
     PANEL: ClassVar = "Large models: training"
 
@@ -132,7 +132,7 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
-    """Return the model with a name, and with what the options change in its shape."""
+    """Return the named model, with the changes to its shape that the options `given` make."""
     from legato import zoo
     from legato.zoo.language.models import MODELS
 
@@ -212,10 +212,10 @@ def workload(
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
     if show:
-        options.run(_list, wrong="means nothing with --list")
+        options.run(_list, wrong="does not apply with --list")
     elif name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     elif options.has(whole.Layout):
-        options.run(whole.write, name, wrong="means nothing for a whole job")
+        options.run(whole.write, name, wrong="does not apply to a whole job")
     else:
-        options.run(_write, name, wrong="means nothing for a workload")
+        options.run(_write, name, wrong="does not apply to a workload")

@@ -39,20 +39,20 @@ __all__ = [
     "write",
 ]
 
-#: The options about a machine's links, and about the network above them.
+#: The options about the links of a machine and the switches between machines.
 OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
-#: The table columns that hold text.
+#: Heads of the table columns that hold text.
 _NAMES = ("job", "waits for")
-#: Bytes of a gradient by its precision.
+#: Bytes per element of a gradient, by precision.
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: Steps that differ by a smaller share take as long.
+#: Steps whose times differ by a smaller share count as equal.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The options of how a whole job is divided among GPUs. Any of them makes one."""
+    """The options about how a whole job is divided among GPUs. With any of them, the file holds a whole job."""
 
     PANEL: ClassVar = "Whole jobs (language models): with any of these, the file holds a job"
 
@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts about a framework that the options give, by the fields of `Framework`."""
+        """Return the fields of `Framework` that the options set."""
         facts: dict[str, Any] = {
             "fused": self.fused, "fused_loss": self.fused_loss, "deduplicates": self.deduplicate_experts
         }  # fmt: skip
@@ -165,7 +165,7 @@ class Layout:
         return job(model, **fields, framework=framework, machine=machine, name=name)
 
 
-#: The options that are parameters of `legato.job`, with their names there.
+#: The parameter of `legato.job` for each option that sets one.
 _FIELDS = {
     **{name: name for name in (*DIMENSIONS, "expert", "gpus", "order", "microbatches", "chunks", "shard", "replicas")},
     **{name: name for name in ("sequence_parallel", "overlap")},
@@ -196,7 +196,7 @@ def write(
     output: ModelOutput = None,
     json: Json = False,
 ) -> None:
-    """Write the job of a language model, and what its GPUs send."""
+    """Write the job of a language model, and print how many bytes its GPUs send."""
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import caveats
 
@@ -230,7 +230,7 @@ def simulate(
     output: TimelineOutput = None,
     json: Json = False,
 ) -> None:
-    """Print what a step of the job consists of, and if the network is disturbed, also the undisturbed step."""
+    """Print the parts of a step of the job, and if the network is disturbed, also the parts of an undisturbed step."""
     from legato.sweeps.jobs import on_network, step_on
     from legato.whole_jobs.told import caveats
 
@@ -255,10 +255,10 @@ def simulate(
         note(caveat)
     print_parts(f"{job}{where}", step.parts, None if quiet is None else ("undisturbed", quiet.parts))
     if quiet and abs(step.seconds - quiet.seconds) <= _ROUNDING * step.seconds:
-        note(f"{machine.axes['disturb']}: costs nothing; the step takes as long undisturbed")
+        note(f"{machine.axes['disturb']}: costs nothing; the step takes as long without it")
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
     if output is not None:
-        note(f"timeline of the lanes that differ -> {output}")
+        note(f"timeline of one lane of each kind -> {output}")
 
 
 def sweep(
@@ -271,7 +271,7 @@ def sweep(
     fidelity: Fidelity = None,
     json: Json = False,
 ) -> None:
-    """Predict the step of every job on every network, and write the rows where the options say, or print them."""
+    """Predict the step of every job on every network, print the rows, and write them to the files of the options."""
     from legato.sweeps import sweep_jobs
 
     by = fidelity_of(fidelity, "flows")
@@ -305,20 +305,20 @@ def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Repor
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
-    """Raise `InputError` if the fidelity is formulas and an option was typed that needs links."""
+    """Raise `InputError` if an option was typed that needs a simulation of links, but the fidelity is formulas."""
     typed = [axis.name for axis in machine.typed("switches")] + [name for name, value in others.items() if value]
     if typed and fidelity == "formulas":
         option = typed[0].replace("_", "-")
-        raise InputError(f"--{option}: means nothing by formulas (expected --fidelity flows)")
+        raise InputError(f"--{option}: does not apply to --fidelity formulas (expected --fidelity flows)")
 
 
 def said(machine: Given) -> str:
-    """Return in words what the options say about the network above a machine's links."""
+    """Return the options about switches in words."""
     return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
 
 
 def _differing(rows: Sequence[JobRow]) -> list[Axis]:
-    """Return the axes on which the rows have several values: the columns of the table."""
+    """Return the axes on which the rows have different values; these are columns of the table."""
     return [axis for axis in _axes(rows) if len({row.axes[axis.field] for row in rows}) > 1]
 
 
@@ -327,7 +327,7 @@ def _axes(rows: Sequence[JobRow]) -> list[Axis]:
 
 
 def _same(rows: Sequence[JobRow]) -> str:
-    """Return what the rows have in common and no column shows."""
+    """Return in words the values that all rows have in common."""
     same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 
@@ -362,7 +362,7 @@ def _failed(rows: Sequence[JobRow]) -> list[str]:
 
 
 def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
-    """Return the page of one job: a drawing of what its step consists of on each network, and the table."""
+    """Return the page of one job: a chart with the parts of its step on each network, and a table."""
     from legato.reports.model import BreakdownChart, ModelReport
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import DRAWN, breakdown, caveats

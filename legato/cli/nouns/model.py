@@ -1,4 +1,4 @@
-"""A language model and the GPU that it runs on: the options about them of the verbs `workload` and `layouts`."""
+"""The options of `workload` and `layouts` about a language model and the GPU that it runs on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato.core.quantities import parse_flops
 
 __all__ = ["LLM", "Computes", "ModelOutput", "Recompute", "Shape", "shape_of"]
 
-#: The name of a language model without a name of its own.
+#: The name of a model whose shape the options give.
 LLM = "llm"
 
 
@@ -35,7 +35,7 @@ ModelOutput = Annotated[
 
 @dataclass(frozen=True)
 class Computes:
-    """The options of what computes."""
+    """The options about the device that computes."""
 
     device: str | None = setting(
         None,
@@ -57,7 +57,7 @@ class Computes:
         return None if self.device_flops is None else quantity("device-flops", self.device_flops, parse_flops)
 
     def machine(self) -> Machine:
-        """Return the machine of whole jobs. Raises `InputError` on another device."""
+        """Return the machine for a whole job. Raises `InputError` if the device is not known as a machine."""
         from legato.zoo.presets import machine_named
 
         changed = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiency}
@@ -67,7 +67,7 @@ class Computes:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a language model."""
+    """The options about the shape of a language model."""
 
     PANEL: ClassVar = "Language models: shape"
 
@@ -88,12 +88,12 @@ class Shape:
     sequence: int | None = setting(None, "Number of tokens in a sequence.", show_default="8192, or the paper's")
 
     def given(self) -> dict[str, Any]:
-        """Return what the options change."""
+        """Return the options that were given, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
-    """Return the shape of a language model, with what the options change in it."""
+    """Return the shape of the named language model, with the changes in `given`."""
     from legato import zoo
     from legato.zoo.language.configuration import model_of
     from legato.zoo.language.models import MODELS, model_named

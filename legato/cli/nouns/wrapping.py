@@ -1,4 +1,4 @@
-"""`legato plan --shard parameters`: time against memory, and the torch code for the chosen row."""
+"""`legato plan --shard parameters`: a table of time and memory, and the torch code for the chosen row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Network = Annotated[Given, axes("workers", "links", "reduce", "gpus_per_card")]
 
 @dataclass(frozen=True)
 class FullySharded:
-    """The options that `--shard parameters` needs besides the network."""
+    """The options that only `--shard parameters` has."""
 
     PANEL = "Fully sharded training (--shard parameters)"
 
@@ -79,7 +79,7 @@ def plan(
     timeline: PlanTimeline = None,
     json: Json = False,
 ) -> None:
-    """Print the table, and write the chosen wrapping and its timeline to files."""
+    """Print the table of wrappings, and write the chosen wrapping and its timeline to files."""
     from legato.fsdp.table import compare, program_of_wrapping
     from legato.reports.html import write_report
     from legato.reports.model import Report
@@ -111,7 +111,7 @@ def plan(
         _print(f"{job.name} on {where}, parameters sharded", found)
         say(found.verdict)
     if (how.code or output is not None) and not job.modules:
-        note("the modules have the names of the workload; capture your model to have its own")
+        note("the modules are named as in the workload; capture your model to get its own names")
     for written in (output, timeline, how.report, how.program):
         if written is not None:
             note(f"{chosen.name} -> {written}")
