@@ -188,8 +188,8 @@ def test_a_script_that_profiles_itself_keeps_its_profile():
 def test_too_few_steps_are_told():
     _, said = trained("ddp", "--after", "100")
     assert said == (
-        "legato: watch: no verdict: the script ended after 30 steps, and steps 103 to 106 were to be recorded (--after "
-        "and --steps)\n"
+        "legato: watch: no verdict: the script ended after 30 steps, before steps 103 to 106 were recorded (see "
+        "--after and --steps)\n"
     )
 
 
