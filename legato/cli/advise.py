@@ -98,5 +98,5 @@ def _network(job: Imported, given: Given) -> Cluster | None:
         return None
     count = workers or job.replicas
     if count is None or count < 2:
-        raise InputError("the trace does not show how many workers there are (expected --workers)")
+        raise InputError("the trace does not show the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster

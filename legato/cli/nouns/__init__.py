@@ -46,7 +46,7 @@ def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
     kind = min(kinds, key=[Job, Program, Workload].index)
     (_, single), (module, words) = _FACES[kind, False], _FACES[kind, share]
     if other := next((path for path, own in zip(paths, kinds, strict=True) if _FACES[own, share][0] != module), None):
-        raise InputError(f"{other}: given together with {single.removeprefix('a ')}s (expected only one kind)")
+        raise InputError(f"{other}: together with {single.removeprefix('a ')}s (expected only one kind)")
     face = getattr(module, verb, None)
     if face is None:
         raise InputError(f"{'--share' if share else verb}: does not apply to {words}")
