@@ -1,7 +1,7 @@
 """How to Train your DNN: The Network Operator Edition (Chang, Bottini, Jian, Kumar, Panda, Shenker, 2020).
 
-`published.py` has the paper's numbers, `model.py` rebuilds its traces, `tables.py`
-and `figures.py` compute the cells and figures from them.
+`published.py` has the paper's numbers, and `model.py` rebuilds its traces. `tables.py`
+and `figures.py` compute cells and figures from the traces.
 """
 
 from __future__ import annotations
