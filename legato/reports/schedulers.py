@@ -116,10 +116,7 @@ def _told_by(drawn: dict[str, Timeline]) -> dict[str, Any]:
     """Return the fields of an entry that its timelines determine; `drawn` has the timelines by source."""
     exposed = {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0}
     known: dict[str, Any] = {"exposed": exposed}
-    for source, field in (
-        ("measured", "one_s"),
-        ("predicted", "predicted_s"),
-    ):  # the prediction replaces the measurement
+    for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # predictions replace measurements
         if timeline := drawn.get(source):
             known |= {field: timeline.iteration_s, "overlap": timeline.overlap, "utilization": timeline.utilization}
             known["num_messages"] = _messages(timeline)

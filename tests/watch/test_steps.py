@@ -82,7 +82,7 @@ def test_a_larger_optimizer_ends_a_recording_and_is_recorded_itself(watch):
     for _ in range(3):
         watched.stepped(small)
     watched.stepped(large)
-    assert "larger optimizer" in watched.delivered[0].problem
+    assert "optimizer with more parameters" in watched.delivered[0].problem
     for _ in range(7):
         watched.stepped(large)
     assert not watched.delivered[1].problem
