@@ -113,7 +113,7 @@ class Given:
         return None if self.name is None else machine_named(self.name)
 
     def on(self, usual: Machine) -> Machine:
-        """Return the named machine, by default the usual one, with the typed options for its links."""
+        """Return the named machine (or `usual` without a name), with the typed options for its links."""
         return with_links(self.named() or usual, self.fields())
 
     def machine(self) -> Machine | None:

@@ -47,7 +47,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _end_undisturbed() -> None:
-    """Let a late Ctrl-C not change the exit status: the interpreter removes handlers at its end, but not `SIG_IGN`."""
+    """Make the interpreter ignore Ctrl-C while it ends: it then removes signal handlers, but keeps `SIG_IGN`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # CPython reports a signal whose handler is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # If a KeyboardInterrupt was raised inside `exec` (where dataclasses are made), `python -m` sends itself a SIGINT at

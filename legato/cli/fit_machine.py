@@ -33,9 +33,9 @@ def fit_machine(
 ) -> None:
     """Fit the efficiency of a machine, and if possible its host time, to measured steps of whole jobs.
 
-    One step is enough for the efficiency. Two steps with different layers also determine the host time, and steps with
-    different sequence lengths the efficiency of attention. Given two or more steps, each is also predicted from all the
-    others. Pass the file as --machine to legato workload and legato layouts.
+    One step is enough for the efficiency. Two steps with different layers also determine the host time. Steps with
+    different sequence lengths determine the efficiency of attention. With two or more steps, each step is also
+    predicted from the other steps. Pass the file as --machine to legato workload and legato layouts.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """

@@ -282,12 +282,12 @@ def split(text: str) -> list[str]:
 
 
 def scheduler_of(text: str) -> Any:
-    """Return the text itself if it is the name of a scheduler, or the function for FILE.py:FUNCTION."""
+    """Return the name of a scheduler unchanged, or the function FUNCTION for FILE.py:FUNCTION."""
     return code.guarded(code.own(text), text) if ":" in text else text
 
 
 def fabric_of(text: str) -> Any:
-    """Return the text itself if it is the name of a fabric, or a fabric of the class for FILE.py:CLASS."""
+    """Return the name of a fabric unchanged, or an instance of CLASS for FILE.py:CLASS."""
     from legato.simulator.flow.fabrics import made
 
     return made(code.own(text), text) if ":" in text else text

@@ -47,8 +47,8 @@ def run(
 ) -> ModelResult:
     """Run the demo for one model on `workers` local processes; `advance(stage, done, total)` reports progress.
 
-    The processes communicate over loopback. If a bandwidth (bits per second) is given, each process
-    runs instead in a host of `legato.testbed.hosts` whose link has this bandwidth.
+    Without a bandwidth, the processes communicate over loopback. With a bandwidth (bits per second),
+    each process runs in a host of `legato.testbed.hosts` whose link has this bandwidth.
     Raises `RankError` with the error message of the process that failed, and
     `InputError` if this machine cannot have such hosts.
     """

@@ -14,7 +14,7 @@ __all__ = ["doubts", "spread"]
 _BELOW = 0.02
 #: The largest `spread` of iterations on a quiet machine.
 _SPREAD = 0.1
-#: With fewer iterations, quartiles mean nothing.
+#: The fewest iterations for which quartiles are computed.
 _FEWEST = 4
 
 

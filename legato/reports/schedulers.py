@@ -92,7 +92,7 @@ def entries(model: ModelReport) -> list[Entry]:
 def _entry(
     name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline], rounds: bool
 ) -> Entry:
-    """Return the table row of a plan from all that is known about it; measured plans keep their prediction."""
+    """Return the table row of a plan from its measurement, its `SchedulerRow` and its timelines by source."""
     known, told = _told_by(drawn), row or plan
     if plan:
         known |= {"measured_s": plan.measured_s, "quartiles_s": plan.quartiles_s, "num_messages": plan.num_messages}

@@ -12,8 +12,8 @@ of it. The device is idle only while it waits for a gradient or a parameter.
 Therefore the end of an op is *planned*: it is the end of the previous op plus the
 op's duration. The host sleeps until that time. If the host wakes up too late, or was
 busy with packing a message, the planned end of the next op does not move. Only a wait
-for the network moves it. `ask` and `meet` enclose such a wait: if the wait took
-time, the device cannot have started the next op before its end.
+for the network moves the planned end. `ask` and `meet` enclose such a wait: if the wait
+took time, the device cannot have started the next op before the wait ended.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def run_workers(
 ) -> None:
     """Run `python -m module...` on every worker until all have ended; their output goes to `log`.
 
-    The workers communicate over loopback. If a bandwidth (bits per second) is given, each
-    worker runs instead in a host whose link has this bandwidth. Rank 0 reports progress on
+    Without a bandwidth, the workers communicate over loopback. With a bandwidth (bits per second),
+    each worker runs in a host whose link has this bandwidth. Rank 0 reports progress on
     standard output, one JSON object per line. When a worker fails, all other workers
     are terminated. Raises `RankError` with the error message of the worker that
     failed, and `InputError` if shaped hosts cannot be created on this machine.

@@ -41,7 +41,7 @@ _TIMED = 64
 
 
 def recording_ranks(world: int, per_host: int) -> list[int]:
-    """Return the ranks that record: all ranks, or in a large job all ranks of evenly spaced hosts, with the first."""
+    """Return the ranks that record: all ranks, or in a large job the ranks of evenly spaced hosts."""
     if world <= MOST_RANKS:
         return list(range(world))
     hosts, chosen = -(-world // per_host), max(1, MOST_RANKS // per_host)

@@ -185,7 +185,7 @@ def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
     assert all(timeline.spans for timeline in found)
     assert run(capsys, "report", *sorted(folder.iterdir()), "-o", report)[0] == 0
     page = report.read_text().partition("<script")[0]
-    assert "<h3>2 jobs on one network, predicted</h3>" in page and "All jobs from one moment on" in page
+    assert "<h3>2 jobs on one network, predicted</h3>" in page and "All jobs from the same moment" in page
     assert "Schedulers" not in page and "as fast" not in page and " under " not in page and "start of the" not in page
     assert "other" in report.read_text()
 

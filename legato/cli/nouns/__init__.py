@@ -20,7 +20,7 @@ from legato.core.workload import Workload
 
 __all__ = ["faces", "run"]
 
-#: The module with the faces of a noun, and the noun in words, by the noun and whether several share a network.
+#: For each noun, alone (False) or sharing a network (True): the module with its faces, and the noun in words.
 _FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
     (Workload, False): (workload, "one job (expected --share)"),
     (Workload, True): (shared, "jobs that share networks"),

@@ -84,7 +84,7 @@ class Layout:
     )
     recompute_only: Literal["core", "selective"] | None = setting(
         None,
-        "Recompute only attention's core; or (selective) every second matrix product and all elementwise operations.",
+        "Recompute only attention (core), or every second matrix product and all elementwise operations (selective).",
         show_default="nothing; --recompute: all",
     )
     preset: str | None = setting(

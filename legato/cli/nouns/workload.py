@@ -287,7 +287,7 @@ def _is_shown(head: str, texts: set[str]) -> bool:
 
 
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
-    """Return in words what all cells have in common: machines and links, and all other values but defaults."""
+    """Return in words what all cells have in common: machines, links, and other values that are not defaults."""
     from legato.simulator.flow.fabrics import fitting
     from legato.sweeps.grid import PLAIN
 

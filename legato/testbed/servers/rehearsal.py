@@ -1,7 +1,7 @@
 """Rehearsals with parameter servers: run orders of pulls between shaped hosts, and compare them with predictions.
 
 Each rank has its own host. The first ranks are workers, then come servers, then inference
-agents, as in training. This module does not need torch, but the processes
+agents, as in training. This module does not need torch, but the worker processes
 do (`legato.testbed.servers.trial`).
 """
 
