@@ -102,10 +102,10 @@ def rehearse(
 ) -> None:
     """Run plans on this machine over real TCP on shaped links, with emulated computation.
 
-    Every worker and server runs in its own network namespace, which needs no root and is removed at the end. DDP is
-    always measured for comparison; with parameter servers, where plans are orders of pulls, the random order is. With
-    --shard or --wire, plans are measured with and without the option. DDP is then also measured with torch's
-    ZeroRedundancyOptimizer or compression hook.
+    Every worker and server runs in its own network namespace, which needs no root and is removed at the end. For
+    comparison, DDP is always measured as well. With parameter servers, plans are orders of pulls, and a random order is
+    measured instead of DDP. With --shard or --wire, plans are measured with and without the option. DDP is then also
+    measured with torch's ZeroRedundancyOptimizer or compression hook.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
