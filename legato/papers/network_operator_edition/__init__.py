@@ -29,7 +29,7 @@ PAPER = Paper(
     left_out={
         "Table 1, Real": "measured on EC2; the paper's own simulation misses it by up to 78%",
         "Table 2, layers": "its count mixes weight and pooling layers in a way that the paper does not define",
-        "Table 2, weights": "contradict the paper's own sizes by factors of 9 to 29 for three models; shown, not reproducible",
+        "Table 2, weights": "contradict the paper's own sizes by factors of 9 to 29 for three models; not reproducible",
         "Table 3, forward and backward times": "inputs: measured by the authors, used as they are (literal)",
         "Table 5": "quoted from another benchmark's page; not an output of the simulator",
         "Table 1, VGG-16 on 8 PS in forward order": (
