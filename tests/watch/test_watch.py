@@ -248,7 +248,9 @@ def test_elastic_restarts_have_a_verdict_of_their_own(tmp_path):
 def test_a_script_that_runs_alone():
     plain = python(SCRIPT, "alone")
     out, err = python(*WATCH, SCRIPT, "alone")
-    assert out == plain[0] and err.startswith("legato: watch: steps 13 to 16, recorded on 1 of 1 rank, which sends ")
+    assert out == plain[0] and err.startswith(
+        "legato: watch: steps 13 to 16, recorded on 1 of 1 rank, which communicates "
+    )
 
 
 @pytest.mark.slow
