@@ -290,7 +290,7 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
     if exposed >= waited + _WORTH:
         told = [
             f"Communication is exposed {percent(exposed)} of the time, but computation waits for it only "
-            f"{percent(waited)}: in the rest, the host had launched nothing to compute, or a rank was late.",
+            f"{percent(waited)}: otherwise the host had launched nothing to compute, or a rank was late.",
             *told,
         ]
     return msgspec.structs.replace(
@@ -517,7 +517,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
         late = min(ranks, key=lambda rank: rank.late_s.median if rank.late_s else math.inf)
         lines.append(
             f"Late ranks cost {percent(shares['late_s'], 0)} of the time, which no plan of transfers changes. Rank "
-            f"{late.rank} waits least: the others wait for it."
+            f"{late.rank} waits least: the other ranks wait for it."
         )
     if shares["exposed_s"] >= _MUCH:
         iteration_s = _over_ranks(ranks, "iteration_s")
@@ -567,10 +567,10 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     found += map(str, advice.costs)
     if advice.comparison is not None:
         found.append(advice.comparison.table("Ways to group modules"))
-        found.append(f"In predictions, computation includes what no groups change: {COUNTED}.")
+        found.append(f"Predicted computation includes what no grouping changes: {COUNTED}.")
     if plans is not None:
         found.append(
-            f"legato's plan is {percent(advice.gap or 0.0)} above the bound. In predictions, computation includes what "
+            f"legato's plan is {percent(advice.gap or 0.0)} above the bound. Predicted computation includes what "
             f"no plan of gradients changes: {COUNTED}."
         )
     if advice.error is not None and advice.measured_s is not None:

@@ -172,7 +172,7 @@ def test_the_host_is_the_bottleneck(tmp_path):
 def test_late_ranks_are_named(tmp_path):
     paths = [written(tmp_path, "0.json", rank=0, late_us=400), written(tmp_path, "1.json", rank=1)]
     found = advise(import_kineto(paths))
-    assert any(line.endswith("Rank 1 waits least: the others wait for it.") for line in found.verdict)
+    assert any(line.endswith("Rank 1 waits least: the other ranks wait for it.") for line in found.verdict)
 
 
 def test_another_number_of_workers_is_a_ring_over_the_same_links(job):

@@ -98,7 +98,7 @@ def test_whole_jobs_have_axes_of_their_own():
         sweep(WHOLE, racks=2)
     with pytest.raises(InputError, match="unknown axis 'fabric'"):
         sweep(WHOLE, fabric="tree")
-    with pytest.raises(InputError, match="one kind of them"):
+    with pytest.raises(InputError, match="only one kind"):
         legato.sweep([WHOLE, JOB])
 
 

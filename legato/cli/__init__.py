@@ -1,4 +1,4 @@
-"""The command line: one file per verb, all of them in `commands`, shared options in `options`, printing in `output`."""
+"""The command line: one file per verb. `commands` lists the verbs, `options` has shared options, `output` prints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command, and end the process with its exit status."""
     with interruptible():
         try:
-            from legato.cli.commands import run  # takes long, and Ctrl-C may come meanwhile
+            from legato.cli.commands import run  # slow, and Ctrl-C may come during it
 
             status = run(arguments)
-        except KeyboardInterrupt:  # before typer has begun, or after
+        except KeyboardInterrupt:  # before typer starts, or after it ends
             status = fail("interrupted", INTERRUPTED)
     sys.exit(status)

@@ -37,25 +37,25 @@ def advise(
         list[Path],
         typer.Argument(
             metavar="TRACES...",
-            help="Traces of torch.profiler, one per rank of a job, or the folder that holds them, also with execution "
-            "traces, and compressed (.gz). A second trace of a rank, or a trace with another number of ranks, is taken "
-            "to come from the job after a change.",
+            help="Traces of torch.profiler, one per rank of a job, or a folder of traces. They may be compressed (.gz) "
+            "and accompanied by execution traces. A second trace of the same rank, or a trace with a different number "
+            "of ranks, counts as the job after a change.",
         ),
     ],
     network: _Network,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank to plan for.", show_default="the one that takes longest")
+    rank: Annotated[int | None, typer.Option(help="Rank to plan for.", show_default="the slowest")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Step to plan for.", show_default="the step of median length")
     ] = None,
-    step: Annotated[str | None, typer.Option(help="Step to plan for.", show_default="the one of median length")] = None,
     transfer: Annotated[list[str] | None, typer.Option(metavar="PATTERN=COLLECTIVE", help=f"{TRANSFER_HELP}.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="R.html", help="Write a report to this file.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tell from traces where the time of a job goes, and what a better plan would save.
+    """Show from a job's traces where its time goes, and what a better plan would save.
 
-    The cost of the network is fitted to the trace's own collectives; the options replace it.
+    The cost of the network is fitted to the collectives in the traces, unless options describe the network.
 
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
@@ -87,7 +87,7 @@ def advise(
 
 
 def _network(job: Imported, given: Given) -> Cluster | None:
-    """Return the network that the options describe, or None if it is the trace's."""
+    """Return the network that the options describe, or None to use the network of the trace."""
     given.refuse_beside_file()
     if given.file is not None:
         return files.read(given.file, Cluster)
@@ -98,5 +98,5 @@ def _network(job: Imported, given: Given) -> Cluster | None:
         return None
     count = workers or job.replicas
     if count is None or count < 2:
-        raise InputError("the trace does not tell the number of workers (expected --workers)")
+        raise InputError("the trace does not show the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster

@@ -1,4 +1,4 @@
-"""The table of axes (`core/axes.py`) as options, and the machines that these or a cluster file describe."""
+"""Options for the axes in `core/axes.py`, and the machines that these options or a cluster file describe."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ __all__ = [
 ]
 
 SEVERAL = " Several values are separated by commas."
-SEVERAL_TIMES = " Give it several times for several values; none is the undisturbed network."
+SEVERAL_TIMES = " Repeat the option for several values; none is the undisturbed network."
 
 
-#: The values of a parameter: one, or one for each job if jobs can differ, or several in a sweep.
+#: How many values an option has: one, one for each job (if jobs may differ), or several (in a sweep).
 _Values = Literal["one", "each job", "several"]
-#: For commands whose fabric has servers only if their number is given.
+#: The default number of servers in commands that use servers only if asked to.
 NO_SERVERS = {"show_default": "none"}
 
 
 def option(name: str, **own: Any) -> Any:
-    """Return the option for this axis; a command's `own` default or limits replace the table's."""
+    """Return the option for this axis; `own` replaces the default, limits or help of the axis."""
     axis = BY_NAME[name]
-    panel = "Fabric" if axis not in NETWORK else "Switches, and what fails" if axis.part == "switches" else "Network"
+    panel = "Fabric" if axis not in NETWORK else "Switches and failures" if axis.part == "switches" else "Network"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
     usual = {"help": axis.help, "metavar": axis.metavar, "min": axis.least, "max": axis.most, "rich_help_panel": panel}
     options: dict[str, Any] = usual | own
@@ -64,9 +64,9 @@ def _flag(name: str) -> str:
 
 
 def _parameter(axis: Axis, values: _Values = "one", **own: Any) -> Parameter:
-    """Return the axis as a command's parameter."""
+    """Return the parameter of a command for this axis."""
     kind, default = axis.type, axis.default
-    if axis.in_cluster or axis.shown:  # whether it is given makes a difference
+    if axis.in_cluster or axis.shown:  # None tells the command that the option was not typed
         own = {"show_default": axis.shown or str(default)} | own
         default = None
     if values == "several" and axis.column:
@@ -87,7 +87,7 @@ _MACHINE = Parameter("machine", Parameter.KEYWORD_ONLY, default=None, annotation
 
 @dataclass(frozen=True)
 class Given:
-    """The options about a network: a cluster file or a machine, and the axes that were typed, by name."""
+    """The typed options about a network: a cluster file, a machine, and the values of axes by name."""
 
     file: Path | None
     name: str | None
@@ -98,13 +98,13 @@ class Given:
         return cls(cluster, machine, axes)
 
     def replace(self, **axes: Any) -> Given:
-        """Return the same options with other values on these axes."""
+        """Return a copy of the options with these values for these axes."""
         every = (self.axes | axes).items()
         return Given(self.file, self.name, {name: value for name, value in every if value is not None})
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that are read."""
+        """Return the files that the options name."""
         name = self.name or ""
         return [*([] if self.file is None else [self.file]), *([Path(name)] if name.endswith(".json") else [])]
 
@@ -113,16 +113,16 @@ class Given:
         return None if self.name is None else machine_named(self.name)
 
     def on(self, usual: Machine) -> Machine:
-        """Return the named machine, or else the usual one, with the links that were typed."""
+        """Return the named machine (or `usual` without a name), with the typed options for its links."""
         return with_links(self.named() or usual, self.fields())
 
     def machine(self) -> Machine | None:
-        """Return the named machine with the links that were typed, or None if no machine is named."""
+        """Return the named machine with the typed options for its links, or None if no machine is named."""
         found = self.named()
         return None if found is None else self.on(found)
 
     def refuse_beside_file(self) -> None:
-        """Raise `InputError` if options give both a cluster file and something that it replaces."""
+        """Raise `InputError` if both a cluster file and an option that it replaces were typed."""
         typed = [*(["machine"] if self.name else []), *(name for name in self.axes if BY_NAME[name].in_cluster)]
         if self.file is not None and typed:
             raise InputError(f"--cluster and --{typed[0]}: give one or the other")
@@ -136,11 +136,11 @@ class Given:
         return {axis: _parsed(axis, self.axes[axis.name]) for axis in self.typed(*parts)}
 
     def fields(self) -> dict[str, Any]:
-        """Return the values of the typed axes of machines and the network between them, by field."""
+        """Return the typed values for links and switches, by field."""
         return {axis.field: value for axis, value in self.of("links", "switches").items()}
 
     def several_of(self, *parts: str) -> dict[Axis, tuple[Any, ...]]:
-        """Return all values of each axis of these parts that was typed, as a sweep takes them."""
+        """Return the list of values of each axis of these parts that was typed, for a sweep."""
         return {axis: tuple(Given(None, None, self.axes)._values(axis)) for axis in self.typed(*parts)}
 
     def machines(self, collective: str | None = None) -> Machines:
@@ -148,7 +148,7 @@ class Given:
         self.refuse_beside_file()
         if self.file is not None:
             found = files.read(self.file, Cluster)
-            found.cost(collective)  # an unknown collective is an error that names the known ones
+            found.cost(collective)  # raises an error that names the known collectives
             return Machines(found, self.file)
         machine = self.machine()
         if machine is not None and not self.axes.get("servers"):
@@ -161,12 +161,12 @@ class Given:
         return Machines(Cluster.derive(**values, collectives=known), None, machine)
 
     def values(self, cluster: Cluster) -> dict[str, Any]:
-        """Return the value of every axis of the network, by field; a cluster file's come from `cluster`."""
+        """Return the value of every axis of the network, by field; `cluster` has the values of a cluster file."""
         found = {axis.field: self._value(axis) for axis in NETWORK}
         return found if self.file is None else found | _of_cluster(cluster)
 
     def several(self) -> dict[str, tuple[Any, ...]]:
-        """Return the values of every axis of a sweep's networks, by field."""
+        """Return the list of values of every axis of the network, by field, for a sweep."""
         self.refuse_beside_file()
         found = {axis.field: tuple(self._values(axis)) for axis in NETWORK}
         if self.file is None:
@@ -174,7 +174,7 @@ class Given:
         return found | {field: (value,) for field, value in _of_cluster(files.read(self.file, Cluster)).items()}
 
     def value(self, name: str) -> Any:
-        """Return the value on this axis."""
+        """Return the value of this axis."""
         return self._value(BY_NAME[name])
 
     def _value(self, axis: Axis) -> Any:
@@ -182,7 +182,7 @@ class Given:
         return self._reached(axis, None if value is None else _parsed(axis, value))
 
     def _reached(self, axis: Axis, value: Any) -> Any:
-        """Return what a network reaches on this axis if `value` or nothing is stated: a share of a machine's rates."""
+        """Return the value that the network reaches: `value` or the default, times the share of a nominal rate."""
         machine = self.named()
         links = {} if machine is None else links_of(machine)
         stated, share = links.get(axis.field, (axis.usual, 1))
@@ -235,7 +235,7 @@ def _factors(option: str, text: str) -> list[float]:
 
 
 def _quantities(axis: Axis, text: str) -> list[Any]:
-    """Return the values of `1,10,25Gbit`; a number without a unit takes the next one's."""
+    """Return the values of a list such as `1,10,25Gbit`; a number without a unit has the unit of the next number."""
     unit, found = "", []
     for name in reversed(split(text)):
         own = name.lstrip("0123456789.")
@@ -245,9 +245,9 @@ def _quantities(axis: Axis, text: str) -> list[Any]:
 
 
 def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict[str, Any]) -> Group:
-    """Return the options for the axes with these names, or of these parts, with the command's `own` defaults or limits.
+    """Return the options for the axes with these names or parts; without names, for all axes of the network.
 
-    `cluster` adds the option for a cluster file. Without names, they are for all axes of the network.
+    `own` replaces defaults or limits of axes by name. `cluster` adds the option for a cluster file.
     """
     chosen = [axis for axis in NETWORK if not names or axis.name in names or axis.part in names]
     parameters = [_parameter(axis, values, **own.get(axis.name, {})) for axis in chosen]
@@ -255,7 +255,7 @@ def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict
     return Group([*([_CLUSTER] if cluster else []), *machine, *parameters], Given.made)
 
 
-#: All options about the network of `simulate`, and about the networks of `sweep`.
+#: All network options of `simulate`, and of `sweep`, where they may have several values.
 NetworkOptions = Annotated[Given, axes(values="each job")]
 SweptOptions = Annotated[Given, axes(values="several")]
 
@@ -264,12 +264,12 @@ def _fabric_options(**given: Any) -> dict[str, Any]:
     return {BY_NAME[name].field: _parsed(BY_NAME[name], value) for name, value in given.items()}
 
 
-#: The options of fabrics that were given, by field.
+#: The typed options of fabrics, by field.
 FabricOptions = Annotated[dict[str, Any], Group([_parameter(axis) for axis in FABRIC], _fabric_options)]
 
 
 class Machines(NamedTuple):
-    """The cluster that the options describe, and the file or the machine that it comes from, if any."""
+    """The cluster that the options describe, and the cluster file or machine that it comes from, if any."""
 
     cluster: Cluster
     file: Path | None
@@ -318,7 +318,7 @@ class Machines(NamedTuple):
 
 
 def _beyond_one_switch(network: Network) -> list[str]:
-    """Describe how the network differs from hosts with one GPU each behind one switch."""
+    """Describe how the network differs from single-GPU hosts behind one switch."""
     words = []
     if network.gpus_per_host > 1:
         cards = network.gpus_per_host // network.gpus_per_card
@@ -343,14 +343,14 @@ class Kinds:
     backend: Annotated[
         Literal["any", "gloo", "nccl"] | None,
         typer.Option(
-            help="torch's backend that the plan is for: nccl carries out a ring in its own way, and over gloo legato "
-            "carries out all collectives.",
-            show_default="any, or all that the cluster file has",
+            help="Backend of torch.distributed for which to plan. nccl offers its own ring, and on gloo legato runs "
+            "all collectives itself.",
+            show_default="any, or all collectives in the cluster file",
         ),
     ] = None
 
     def machines(self, network: Given) -> Machines:
-        """Return the machines, with only the collectives that the backend carries out."""
+        """Return the machines, with only the collectives that the backend can run."""
         known = {"workers", *(axis.name for axis in network.typed("links"))}
         if network.name and (others := [name for name in network.axes if name not in known]):
             raise InputError(f"--{_flag(others[0])}: with --machine (expected one of the two)")
@@ -361,6 +361,6 @@ class Kinds:
 
 
 def note_machine(machine: Machine | None) -> None:
-    """Say what the links of a machine are, if there is one."""
+    """Print the links of the machine, if there is one."""
     if machine is not None:
         note(machine.links_in_words)

@@ -21,22 +21,20 @@ from legato.core.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """The options of what is measured."""
+    """The options that say what is measured."""
 
     backend: str = setting("gloo", "Backend of torch.distributed, such as gloo or nccl.")
     collectives: str = setting(
         "",
-        "Collectives to measure over gloo, besides the backend's own: shuffle,ring,halving-doubling or more.",
+        "Collectives to measure over gloo in addition to the backend's own, such as shuffle,ring,halving-doubling.",
         show_default="none",
     )
-    depths: str = setting("1,4", "Numbers of chunks in which these collectives are measured.")
-    max_message: str = setting(
-        "64MiB", "Measure no messages larger than this, but at least up to 1 MiB.", metavar="BYTES"
-    )
+    depths: str = setting("1,4", "Numbers of chunks with which to measure these collectives.")
+    max_message: str = setting("64MiB", "Size of the largest message to measure, at least 1 MiB.", metavar="BYTES")
     training: str | None = setting(
         None,
-        "Also measure how much messages and the computation of a training step slow each other down on the"
-        " processors; legato capture takes the same FILE.py:FUNCTION.",
+        "Also measure how much messages and this training step's computation slow each other down on the CPU;"
+        " FILE.py:FUNCTION is as in legato capture.",
         metavar="FILE.py:FUNCTION",
     )
 
@@ -47,21 +45,20 @@ def calibrate(
     what: Measured,
     nccl_tests: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Measure nothing, and read the output of nccl-tests' all_reduce_perf instead."
-        ),
+        typer.Option(metavar="FILE", help="Read this output of nccl-tests' all_reduce_perf instead of measuring."),
     ] = None,
     workers: Annotated[
         int | None,
-        option("workers", show_default="the ranks that FILE lists", min=2, rich_help_panel=None),
+        option("workers", show_default="the number of ranks in FILE", min=2, rich_help_panel=None),
     ] = None,
     json: Json = False,
 ) -> None:
     """Measure the cost of an all-reduce between the processes of this job.
 
-    Start it under torchrun, on the machines and with the number of processes that will train. With --collectives,
-    a plan can choose a collective for every message. Where training computes on the CPU, --training makes predictions
-    count the time that computation and messages take from each other. --nccl-tests needs neither torchrun nor PyTorch.
+    Start it with torchrun, on the same machines and with the same number of processes as the training. With
+    --collectives, plans can choose a collective for every message. If training runs on the CPU, use --training, so that
+    predictions include how much computation and messages slow each other down. --nccl-tests needs neither torchrun nor
+    PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """
@@ -70,7 +67,7 @@ def calibrate(
         _read(nccl_tests, workers, output, json)
         return
     if workers is not None:
-        raise InputError("--workers means nothing without --nccl-tests")
+        raise InputError("--workers does not apply without --nccl-tests")
     import os
 
     import torch.distributed as dist
@@ -98,7 +95,7 @@ def calibrate(
 
 
 def _passes(training: str) -> Callable[[], None]:
-    """Return the forward and backward pass of a training step in a file."""
+    """Return a function that runs the forward and backward pass of the training step in a file."""
     from legato.pytorch.recording.load import load_training
 
     _, optimizer, loss = load_training(training)
@@ -116,7 +113,7 @@ def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
 
     cluster, samples, ranks = read_nccl_tests(path, workers)
     if ranks and ranks != cluster.workers:
-        note(f"{path}: measured between {ranks} ranks, and taken as the cost between {cluster.workers}")
+        note(f"{path}: measured on {ranks} ranks, and used as the cost on {cluster.workers}")
     files.write(output, cluster)
     if json:
         print_json({"cluster": cluster, "samples": [{"nbytes": n, "seconds": s} for n, s in samples]})

@@ -19,9 +19,9 @@ def capture(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
     name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the model's class")] = None,
-    batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Batch size to record in the workload.")] = 1,
     runs: Annotated[
-        int, typer.Option(help="Number of measured runs; an op's time is its shortest.", min=1, max=2**20)
+        int, typer.Option(help="Number of measured runs; the shortest time of each op counts.", min=1, max=2**20)
     ] = 5,
     threads: Annotated[
         int | None,
@@ -32,7 +32,7 @@ def capture(
     """Run a training step in this process, record every op, and write the workload.
 
     FUNCTION takes no arguments and returns the model, its optimizer, and a function that runs the forward pass
-    and returns the loss. The model does not change.
+    and returns the loss. Capturing does not change the model.
 
     Example: [bold]legato capture train.py:training -o resnet.json[/]
     """

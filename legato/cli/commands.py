@@ -42,7 +42,7 @@ from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "run"]
 
-#: Errors of the device that standard output goes to.
+#: Errors of the device to which standard output is written.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
@@ -86,18 +86,18 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "fit-machine": fit_machine.fit_machine,
 }
 for _name, _command in _COMMANDS.items():
-    # Help is wrapped where the terminal ends, not where a line of the docstring does.
+    # Help wraps at the width of the terminal, not at the line breaks of the docstring.
     _paragraphs = (inspect.getdoc(_command) or "").split("\n\n")
     app.command(
         _name,
         help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs),
-        # What follows the script of `watch` is the script's own.
+        # Arguments after the script of `watch` belong to the script.
         context_settings={"allow_interspersed_args": _command is not watch.watch},
     )(with_options(_command))
 
 
 class _Notes(logging.Handler):
-    """A handler that prints what legato logs as a command prints its notes."""
+    """A log handler that prints legato's messages like the notes of a command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
@@ -124,8 +124,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         return fail("this command needs PyTorch: pip install torch", 2)
     except MemoryError:
-        return fail("this machine's memory does not suffice (a smaller workload, or fewer workers?)", 1)
-    except BrokenPipeError:  # the reader has all it wants
+        return fail("not enough memory on this machine (try a smaller workload, or fewer workers)", 1)
+    except BrokenPipeError:  # the reader has closed the pipe
         _discard_output()
         return 1
     except OSError as error:
@@ -136,5 +136,5 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Have the interpreter flush what is left of standard output to nowhere, without an error."""
+    """Redirect standard output to nowhere, so that the interpreter can flush the rest of it without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,7 +16,7 @@ from legato.core.quantities import parse_bandwidth
 from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds
 
-#: On such links communication takes about as long as the computation of the models.
+#: At this bandwidth, communication takes about as long as the computation of the models.
 _BANDWIDTH = "1Gbit"
 
 
@@ -29,21 +29,21 @@ def demo(
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None,
     bandwidth: Annotated[
         str | None,
-        option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback where this machine cannot have hosts"),
+        option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback if there are no network namespaces here"),
     ] = None,
     steps: Annotated[
-        int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4, max=2**20)
+        int, typer.Option(help="Number of timed training steps with DDP and with legato.", min=4, max=2**20)
     ] = 16,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Write the report and everything else to this folder.")
     ] = Path("legato-demo"),
     json: Json = False,
 ) -> None:
-    """Show everything on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
+    """Try everything on this machine: capture real models, calibrate, plan, and compare training with DDP and legato.
 
-    Every worker gets a host of its own: a network namespace, which needs no root, with a link of this bandwidth. With
-    --bandwidth loopback, all workers talk over loopback. With --servers, the models train with this number of parameter
-    servers instead, under every order of pulls.
+    Each worker runs in its own network namespace, which needs no root and has a link of this bandwidth. With
+    --bandwidth loopback, all workers communicate over loopback. With --servers, the models train with this number of
+    parameter servers instead, once in every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
@@ -84,13 +84,13 @@ def demo(
 
 
 def _bandwidth_bps(bandwidth: str | None) -> float | None:
-    """Return the bandwidth of the links between hosts in bits per second; None for loopback."""
+    """Return the bandwidth of the links between hosts in bits per second, or None for loopback."""
     from legato.testbed.hosts import why_unavailable
 
     if bandwidth == "loopback":
         return None
     if bandwidth is None and (reason := why_unavailable()):
-        note(f"over loopback, where most of a message's cost is time taken from computation: {reason}")
+        note(f"using loopback, where sending mostly costs processor time that computation needs: {reason}")
         return None
     return quantity("bandwidth", bandwidth or _BANDWIDTH, parse_bandwidth)
 
@@ -131,7 +131,7 @@ def _on_servers(
 
 
 def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with its speedups over DDP: predicted over predicted, and measured over measured."""
+    """Return the row with two speedups over DDP: of the predictions, and of the measurements."""
     over = {"predicted_over_ddp": ddp["iteration_s"] / row["iteration_s"]}
     if row["measured_s"] is not None:
         over["speedup_over_ddp"] = ddp["measured_s"] / row["measured_s"]

@@ -1,6 +1,6 @@
-"""How a command ends before its time: one line on standard error, an exit status, and no second Ctrl-C.
+"""How a command fails or is interrupted: one line on standard error, an exit status, and no second Ctrl-C.
 
-`main` imports this before anything that takes long, so this file needs only the standard library.
+`main` imports this module before the slow imports, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fail(message: str, status: int) -> int:
 def interruptible() -> Iterator[None]:
     """Let the first Ctrl-C raise `KeyboardInterrupt`, and ignore further ones until the process has ended.
 
-    A handler other than Python's default one stays in place.
+    If a handler other than Python's default is installed, it stays in place.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -47,9 +47,9 @@ def interruptible() -> Iterator[None]:
 
 
 def _end_undisturbed() -> None:
-    """Keep the exit status as it is: the interpreter removes handlers before it ends, but not `SIG_IGN`."""
+    """Make the interpreter ignore Ctrl-C while it ends: it then removes signal handlers, but keeps `SIG_IGN`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # CPython reports a signal whose handler is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # After a KeyboardInterrupt inside `exec`, where dataclasses are made, `python -m` sends itself a SIGINT at its end,
-    # although the interrupt was caught, and some library's thread takes it. CPython forgets it at the next `exec`.
+    # If a KeyboardInterrupt was raised inside `exec` (where dataclasses are made), `python -m` sends itself a SIGINT at
+    # its end, even if the interrupt was caught. A thread of some library may receive it. Another `exec` resets this.
     exec("")

@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 def fit_machine(
     steps: Annotated[
-        list[str], typer.Argument(metavar="J.json=SECONDS...", help="Whole jobs, and how long a step of each took.")
+        list[str],
+        typer.Argument(metavar="J.json=SECONDS...", help="Whole jobs, each with the measured time of a step."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="M.json", help="Write the machine to this file.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Fit the efficiency of a machine, and what else the steps tell, to measured steps of whole jobs on it.
+    """Fit the efficiency of a machine, and if possible its host time, to measured steps of whole jobs.
 
-    One step is enough for the efficiency. Two steps whose layers differ also tell the host's time, and steps with long
-    sequences tell the efficiency of attention. If there are two or more, each is also predicted from the others. The
-    commands workload and layouts take the file as --machine.
+    One step is enough for the efficiency. Two steps with different layers also determine the host time. Steps with
+    different sequence lengths determine the efficiency of attention. With two or more steps, each step is also
+    predicted from the other steps. Pass the file as --machine to legato workload and legato layouts.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """
@@ -60,9 +61,7 @@ def fit_machine(
         )
         return
     usual = sorted(one.efficiency for one in MACHINES.values())
-    title = (
-        f"{machine.name}: efficiency {machine.efficiency:.4f} (of published steps {usual[0]:.2f} to {usual[-1]:.2f})"
-    )
+    title = f"{machine.name}: efficiency {machine.efficiency:.4f} (published steps: {usual[0]:.2f} to {usual[-1]:.2f})"
     table = Table("job", title=title, header_style="dim")
     heads = ("measured", "efficiency alone", "predicted", "error", *(["error if left out"] if len(found) > 1 else []))
     for head in heads:
@@ -82,13 +81,13 @@ def fit_machine(
     print_table(table)
     if len(fitted.numbers) > 1:
         note(
-            f"these steps tell {' and '.join(fitted.numbers)}: attention {machine.attention_efficiency:.3f}, host "
-            f"{format_seconds(fitted.host_s)} a layer and micro-batch (--host-time, which is not in the machine's file)"
+            f"fitted: {' and '.join(fitted.numbers)}; attention {machine.attention_efficiency:.3f}, host "
+            f"{format_seconds(fitted.host_s)} per layer and micro-batch (--host-time: not in the machine's file)"
         )
     for one in fitted.odd:
         note(
-            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step: its own efficiency, "
-            f"{one.efficiency:.4f}, is more than 10% from the one fitted to all (does its configuration differ?)"
+            f"{one.job.name}, {format_seconds(one.measured_s)}: an odd step, whose own efficiency of "
+            f"{one.efficiency:.4f} is more than 10% off the efficiency fitted to all steps (another configuration?)"
         )
     note(_sure(found) + ("" if output is None else f" -> {output}"))
 
@@ -115,12 +114,12 @@ def _values(one: FittedStep) -> dict[str, Any]:
 
 
 def _sure(found: list[FittedStep]) -> str:
-    """Say how sure the efficiency is."""
+    """Return a sentence about how certain the efficiency is."""
     if len(found) == 1:
         return (
-            f"one step fits exactly; 1% more or less of it changes the efficiency by "
+            f"one step fits exactly; an error of 1% in its time changes the efficiency by "
             f"{percent(0.01 / found[0].product_share)}. Of 317 published steps, 41% were within 5% of the prediction "
-            "from one other step of the same machine and framework, and 65% within 10%. Measure another layout to know"
+            "from one other step of the same machine and framework, and 65% within 10%. Measure another layout to check"
         )
     low, high = min(one.efficiency for one in found), max(one.efficiency for one in found)
     worst = max(abs((one.left_out_s or 0.0) / one.measured_s - 1) for one in found)

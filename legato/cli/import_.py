@@ -27,41 +27,43 @@ if TYPE_CHECKING:
 
     from legato.ingest.traced import Imported, Notes, RankMeasure
 
-#: Options that have another name in readers: the name, and the function that makes the reader's value.
+#: Options that have another name in readers: that name, and a function that converts the option's value.
 _PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward": ("forward_s", lambda text: quantity("forward", text, parse_seconds)),
     "idle": ("keep_idle", lambda how: how == "keep"),
     "transfer": ("known", Transfers),
 }
 _DEFAULTS = {"batch_size": 1, "idle": "keep"}
-#: Options that mean something only for the workload of one worker.
+#: Options that apply only to the workload of one worker.
 _OF_WORKLOAD = ("batch_size", "rank", "timeline", "cluster")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The options of what is imported from the traces."""
+    """The options that say what to import from the traces."""
 
     name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
-    rank: int | None = setting(None, "Rank to import.", show_default="the one that takes longest; chakra: the lowest")
-    step: str | None = setting(None, "Step to import.", show_default="the one of median length")
-    idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
-    batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+    rank: int | None = setting(None, "Rank to import.", show_default="the slowest; chakra: the lowest")
+    step: str | None = setting(None, "Step to import.", show_default="the step of median length")
+    idle: Literal["keep", "drop"] = setting(
+        "keep", "Keep or drop the time that a device waits for its host as part of op times."
+    )
+    batch_size: int = setting(1, "Batch size to record in the workload.", min=1)
     transfer: list[str] | None = setting(None, f"{TRANSFER_HELP} (kineto).", metavar="PATTERN=COLLECTIVE")
     program: bool = setting(
-        False, "Write what all ranks compute and send, not the workload of one of them (kineto, chakra).", "--program"
+        False, "Write what all ranks compute and send, instead of one rank's workload (kineto, chakra).", "--program"
     )
 
 
 @dataclass(frozen=True)
 class OfSends:
-    """The options for traces of sends."""
+    """The options that apply only to send traces."""
 
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
     worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
     after: str | None = setting(None, "Leave out gradients sent before this operation (send-trace).")
     drop: list[str] | None = setting(
-        None, "Leave out parameters that match (send-trace); may be repeated.", metavar="REGEX"
+        None, "Leave out parameters whose names match (send-trace); may be repeated.", metavar="REGEX"
     )
 
 
@@ -69,7 +71,9 @@ def import_(
     format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(FORMATS)}.")],
     traces: Annotated[
         list[Path],
-        typer.Argument(metavar="FILES...", help="The traces of one job, or their folder, possibly compressed (.gz)."),
+        typer.Argument(
+            metavar="FILES...", help="Traces of one job, or a folder of them; they may be compressed (.gz)."
+        ),
     ],
     *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
@@ -80,14 +84,14 @@ def import_(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            metavar="C.json", help="Fit the network to the trace's all-reduces, and write the cluster to this file."
+            metavar="C.json", help="Fit the network to the all-reduces in the trace, and write it to this file."
         ),
     ] = None,
     chosen: Chosen,
     sends: OfSends,
     json: Json = False,
 ) -> None:
-    """Turn foreign traces into a workload, and list what they lack and what is assumed.
+    """Turn traces of other tools into a workload, and list what the traces lack and what is assumed.
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
@@ -146,25 +150,28 @@ def _write_program(found: Imported, traces: list[Path], output: Path, json: bool
 
 
 def _reader(format: str, options: dict[str, Any]) -> tuple[Callable[..., Imported], dict[str, Any]]:
-    """Return the reader of this format, and its keywords. Raises `InputError` on an option that it lacks."""
+    """Return the reader of this format, and keyword arguments for it from the options.
+
+    Raises `InputError` if the reader does not have one of the options.
+    """
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     program = options.pop("program")
     if program and FORMATS[format].program is None:
         able = " or ".join(sorted((name for name, one in FORMATS.items() if one.program), reverse=True))
-        raise InputError(f"--program means nothing for {format} (expected {able})")
+        raise InputError(f"--program does not apply to {format} (expected {able})")
     read, keywords = FORMATS[format].reader(program=program), dict[str, Any]()
     takes = signature(read).parameters
     for option, value in options.items():
         if value in (None, _DEFAULTS.get(option)):
             continue
         if program and option in _OF_WORKLOAD:
-            raise InputError(f"--{option.replace('_', '-')} means nothing for --program")
+            raise InputError(f"--{option.replace('_', '-')} does not apply to --program")
         name, convert = _PARAMETERS.get(option, (option, lambda value: value))
         if name in takes:
             keywords[name] = convert(value)
         elif option != "batch_size" and not (option in _OF_WORKLOAD and "step" in takes):
-            raise InputError(f"--{option} means nothing for {format}")
+            raise InputError(f"--{option} does not apply to {format}")
     return read, keywords
 
 

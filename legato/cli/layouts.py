@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
-#: The table columns that hold text.
+#: Heads of the table columns that hold text.
 _NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The job whose layouts are compared."""
+    """The options that describe the job whose layouts are compared."""
 
-    gpus: int | None = setting(None, "GPUs of the job.")
-    batch: int | None = setting(None, "Sequences of a step, of all replicas.")
-    preset: str = setting("megatron-core", "Framework: megatron-core, nemo, torchtitan or megatron-2021.")
+    gpus: int | None = setting(None, "Number of GPUs of the job.")
+    batch: int | None = setting(None, "Number of sequences in a step, over all replicas.")
+    preset: str = setting("megatron-core", "Framework to model: megatron-core, nemo, torchtitan or megatron-2021.")
     memory: str | None = setting(None, "Memory of a GPU, such as 72GiB.", show_default="the device's")
     number: int = setting(10, "Number of layouts to show.")
 
@@ -56,9 +56,11 @@ class Searched:
 
 @dataclass(frozen=True)
 class Shown:
-    """The options of where the answer goes."""
+    """The options that say where the answer is written."""
 
-    report: Path | None = setting(None, "Draw what the layouts, and better machines, wait for.", metavar="L.html")
+    report: Path | None = setting(
+        None, "Write a page that shows what the layouts, and faster machines, wait for.", metavar="L.html"
+    )
     json: Json = False
 
 
@@ -70,7 +72,8 @@ def _search(
     shape: Shape,
     how: Shown,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout to this file."),
     ] = None,
 ) -> None:
     """Find the fastest layouts of a model."""
@@ -83,7 +86,7 @@ def _search(
 
 
 def _of_job(name: str, /, how: Shown) -> None:
-    """Print what better machines would save a job whose layout stays."""
+    """Print how much time better machines would save a job that keeps its layout."""
     from legato.whole_jobs.step import predict
 
     keep_apart([Path(name)], report=how.report)
@@ -96,20 +99,20 @@ def layouts(
         str,
         typer.Argument(
             metavar="NAME|J.json",
-            help="A language model, its configuration, or a whole job, whose layout stays.",
+            help="A language model, its configuration, or a whole job that keeps its layout.",
         ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],
 ) -> None:
     """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would save.
 
-    All layouts that divide evenly and fit in memory are compared by their predicted step, and the table says what they
-    wait for: bubbles, or exposed communication. For a job in a file, only the faster machines are shown.
+    All layouts that divide evenly and fit in memory are compared by the predicted time of a step. The table shows what
+    each layout waits for: bubbles or exposed communication. For a job in a file, only the faster machines are shown.
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """
     face = _of_job if name.endswith(".json") and files.holds(files.load(name), Job) else _search
-    options.run(face, name, wrong="means nothing for a whole job")
+    options.run(face, name, wrong="does not apply to a whole job")
 
 
 def _show(best: Step, found: Layouts | None, how: Shown) -> None:

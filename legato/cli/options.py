@@ -1,4 +1,4 @@
-"""Options that several commands share: the same name, default and help in all of them. `axes.py` has the network's."""
+"""Options that several commands share, with the same name, default and help. `axes.py` has the network's options."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-SCHEDULER_HELP = "Names of schedulers, or FILE.py:FUNCTION for one of your own, separated by commas, or all."
+SCHEDULER_HELP = "Schedulers, separated by commas: names, or FILE.py:FUNCTION for your own; or all."
 TRANSFER_HELP = (
-    "Count kernels as this collective if this regular expression matches their name, or the name of the operator or "
-    "mark that launches them, such as my_sum=all-reduce; may be repeated"
+    "Count a kernel as this collective if this regular expression matches its name, or the name of the operator or "
+    "annotation that launches it, such as my_sum=all-reduce; may be repeated"
 )
-FABRIC_HELP = "Names of fabrics, or FILE.py:CLASS for one of your own, separated by commas, or all."
+FABRIC_HELP = "Fabrics, separated by commas: names, or FILE.py:CLASS for your own; or all."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 ClusterFile = Annotated[
@@ -72,7 +72,7 @@ ClusterFile = Annotated[
     typer.Option(
         "--cluster",
         metavar="C.json",
-        help="A file of legato calibrate instead of workers, bandwidth, latency and so on.",
+        help="A cluster file from legato calibrate, instead of --workers, --bandwidth, --latency and so on.",
         rich_help_panel="Network",
     ),
 ]
@@ -82,42 +82,43 @@ MachineName = Annotated[
         "--machine",
         "--device",
         metavar="NAME|FILE",
-        help="GPUs, hosts and links: a100, h100, h100-500w, b200, or a file of fit-machine. Other options change them.",
+        help="Machine with GPUs, hosts and links: a100, h100, h100-500w, b200, or a file from legato fit-machine. "
+        "Other options override its values.",
         rich_help_panel="Network",
     ),
 ]
 Collective = Annotated[
     str | None,
     typer.Option(
-        help=f"Collective of the messages: {', '.join(COLLECTIVES)}, or one of the cluster file's.",
+        help=f"Collective that sends the messages: {', '.join(COLLECTIVES)}, or one in the cluster file.",
         show_default="the cluster's first",
         rich_help_panel="Network",
     ),
 ]
 Compute = Annotated[
-    Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
+    Literal["one", "unlimited"],
+    typer.Option(help="Number of streams on which a worker computes; the PACE paper assumes unlimited streams."),
 ]
 _SHARD_HELP = (
-    "Divide among the workers, each of which keeps only its part: the optimizer's states (ZeRO-1), or also the"
-    " gradients (ZeRO-2)"
+    "What to shard across the workers: nothing, the optimizer's states (ZeRO-1), or the gradients as well (ZeRO-2)"
 )
 Shard = Annotated[Literal["none", "optimizer", "gradients"], typer.Option(help=f"{_SHARD_HELP}.")]
 ShardAll = Annotated[
     Literal["none", "optimizer", "gradients", "parameters"],
-    typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters, too (FSDP2)."),
+    typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters as well (FSDP2)."),
 ]
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
     typer.Option(
-        help="Send float32 gradients in a format of two bytes: only as many gradients as make the iteration as fast as "
-        "possible, or all of them, as torch's compression hooks do."
+        help="Round float32 gradients to two bytes for sending: only as many gradients as the fastest iteration needs "
+        "(bf16, fp16), or all of them, as torch's compression hooks do (all-bf16, all-fp16)."
     ),
 ]
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Simulate transfers (flows, for whole jobs) on every link; or compute the time of each message or "
-        "collective from formulas, as planners do.",
+        help="Detail of the simulation: transfers (for whole jobs, flows) on every link, or formulas for the time of "
+        "each message or collective, as planners use them.",
         metavar="NAME",
         show_default="transfers; flows",
     ),
@@ -126,7 +127,7 @@ Iterations = Annotated[
     int | None,
     typer.Option(
         help="Number of iterations to simulate.",
-        show_default="1; 3 if they differ; 30 or 3 for jobs that share",
+        show_default="1; 3 if they differ; with --share 30, or 3 for whole jobs",
     ),
 ]
 TimelineOutput = Annotated[
@@ -135,7 +136,8 @@ TimelineOutput = Annotated[
         "--output",
         "-o",
         metavar="T.json",
-        help="Write the fastest fabric's timeline to this file; with --share, each job's to this folder.",
+        help="Write the timeline of the fastest fabric to this file; with --share, the timelines of the jobs to this "
+        "folder.",
     ),
 ]
 
@@ -151,21 +153,21 @@ PlanTimeline = Annotated[
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """Return a field of a dataclass of options, with its default, its help, and what else `typer.Option` takes."""
+    """Return a field of a dataclass of options, with its default, its help, and more arguments for `typer.Option`."""
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
 
 
 class Group(NamedTuple):
-    """Options that a command takes as one parameter, which `make` makes of those that were typed."""
+    """Options that a command receives as one parameter; `make` builds its value from the options that were typed."""
 
     options: Sequence[inspect.Parameter]
     make: Callable[..., Any]
 
     @classmethod
     def of(cls, annotation: Any) -> Group | None:
-        """Return the group that a parameter of this type stands for: a dataclass, or a type annotated with a group.
+        """Return the group of a parameter whose type is a dataclass or is annotated with a group; None for others.
 
-        A dataclass may have a `PANEL`: the panel of all its options in the help.
+        A dataclass may have a `PANEL`: the title above its options in the help.
         """
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             types = get_type_hints(annotation, include_extras=True)
@@ -194,9 +196,9 @@ class Options:
         return any(one.name in self.typed for one in dataclasses.fields(group))
 
     def run(self, face: Callable[..., None], *nouns: Any, wrong: str) -> None:
-        """Call the face of a noun with the options that it takes.
+        """Call the face of a noun with the typed options.
 
-        Raises `InputError`, whose message ends in `wrong`, if an option was typed that the face does not take.
+        Raises `InputError`, whose message ends in `wrong`, if the face does not have one of these options.
         """
         _, groups = _read(face)
         takes = {one.name for group in groups.values() for one in group.options}
@@ -206,13 +208,13 @@ class Options:
 
 
 def taken_by(*faces: Callable[..., None]) -> Group:
-    """Return a group of the options that any of these faces of nouns takes, made into `Options`."""
+    """Return a group of the options of all these faces of nouns, whose value is an `Options`."""
     every = (one for face in faces for group in _read(face)[1].values() for one in group.options)
     return Group(list({one.name: one for one in every}.values()), lambda **typed: Options(typed))
 
 
 def _read(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Group]]:
-    """Return the signature of a command or a face, and its parameters that are options, each as a group."""
+    """Return the signature of a command or face, and a group of options for each of its parameters but the nouns."""
     signature = inspect.signature(function, eval_str=True)
     groups = {}
     for name, one in signature.parameters.items():
@@ -227,7 +229,7 @@ def _itself(name: str, default: Any, /, **typed: Any) -> Any:
 
 
 def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what each group of options makes of those that were typed; the other options have their defaults."""
+    """Return the value of each group of options, with defaults for options that were not typed."""
     return {
         name: group.make(**{one.name: typed[one.name] for one in group.options if one.name in typed})
         for name, group in groups.items()
@@ -235,7 +237,7 @@ def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command as typer reads it: with all options of its groups as its own parameters."""
+    """Return the command in a form that typer understands: the options of its groups are its own parameters."""
     signature, groups = _read(command)
     parameters = [one for group in groups.values() for one in group.options]
 
@@ -254,7 +256,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
-    """Say how many messages are in flight on these fabrics; nothing if all fabrics have servers."""
+    """Return a phrase for the number of messages in flight on these fabrics, or nothing if all have servers."""
     for fabric in fabrics:
         if not fabric.servers:
             number = fabric.in_flight
@@ -263,11 +265,11 @@ def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
 
 
 class Interrupted(LegatoError):
-    """Raised when Ctrl-C has ended a command; the message says what is left."""
+    """Raised when Ctrl-C has ended a command; the message says which results are kept."""
 
 
 def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
-    """Return the value of an option's text. Raises `InputError`, which names the option."""
+    """Parse the text of an option and return its value. Raises `InputError`, which names the option."""
     try:
         return parse(text)
     except InputError as error:
@@ -275,24 +277,27 @@ def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
 
 
 def split(text: str) -> list[str]:
-    """Return the names in `a, b`."""
+    """Split a list such as `a, b` at its commas."""
     return [name.strip() for name in text.split(",")]
 
 
 def scheduler_of(text: str) -> Any:
-    """Return the name of a scheduler, or the function of FILE.py:FUNCTION."""
+    """Return the name of a scheduler unchanged, or the function FUNCTION for FILE.py:FUNCTION."""
     return code.guarded(code.own(text), text) if ":" in text else text
 
 
 def fabric_of(text: str) -> Any:
-    """Return the name of a fabric, or the fabric that FILE.py:CLASS makes."""
+    """Return the name of a fabric unchanged, or an instance of CLASS for FILE.py:CLASS."""
     from legato.simulator.flow.fabrics import made
 
     return made(code.own(text), text) if ":" in text else text
 
 
 def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Value], default: Value) -> list[Value]:
-    """Return the value in `text` of each job: one for all, or one each. Raises `InputError` on another number."""
+    """Return one value per job from `text`, which has one value for all jobs, or one for each.
+
+    Raises `InputError` on any other number of values.
+    """
     if text is None:
         return [default] * jobs
     parts = split(text)
@@ -304,7 +309,7 @@ def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Va
 
 
 def whole(text: str) -> int:
-    """Return a whole number. Raises `InputError`."""
+    """Parse a whole number. Raises `InputError`."""
     try:
         return int(text)
     except ValueError:
@@ -312,28 +317,28 @@ def whole(text: str) -> int:
 
 
 def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
-    """Raise `InputError` if an option's file would overwrite one that is read, or another option's file."""
-    taken = {path.resolve(): "one that is read" for path in reads}
+    """Raise `InputError` if a file in `writes` (by option) would overwrite an input file or another option's file."""
+    taken = {path.resolve(): "an input file" for path in reads}
     for option, path in writes.items():
         if path is not None:
             if other := taken.get(path.resolve()):
-                raise InputError(f"--{option} {path}: the same file as {other}")
-            taken[path.resolve()] = f"--{option}"
+                raise InputError(f"--{option} {path}: would overwrite {other}")
+            taken[path.resolve()] = f"the file of --{option}"
 
 
-#: The libraries, and the extras that install them, for files with these suffixes.
+#: The libraries that files with these suffixes need, and the extras that install the libraries.
 _LIBRARIES = {
     ".html": (("plotly", "report"), ("jinja2", "report")),
     ".parquet": (("pyarrow", "parquet"),),
     ".svg": (("plotly", "figures"), ("kaleido", "figures")),
     ".pdf": (("plotly", "figures"), ("kaleido", "figures")),
 }
-#: The suffixes of a page, or of its figures alone, which can take the place of `.html`.
+#: The suffixes that are allowed where `.html` is: a page, or only its figures.
 PAGES = (".html", ".svg", ".pdf")
 
 
 def check_file(option: str, path: Path | None, *suffixes: str) -> None:
-    """Raise `InputError`, before minutes of work, if an option's file could not be written at the end."""
+    """Raise `InputError` before a long computation if its result could not be written to this option's file."""
     if path is None:
         return
     suffixes = tuple(dict.fromkeys((*suffixes, *(PAGES if ".html" in suffixes else ()))))
@@ -348,7 +353,7 @@ def check_file(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def make_timelines(folder: Path | None, jobs: int, reads: Iterable[Path]) -> None:
-    """Make the folder for the timelines of jobs before minutes of work. Raises as `keep_apart` and `make_folder` do."""
+    """Make the folder for the timelines of jobs before a long computation; raises like `keep_apart`, `make_folder`."""
     if folder is not None:
         for path in timeline_paths(folder, jobs):
             keep_apart(reads, output=path)
@@ -356,7 +361,7 @@ def make_timelines(folder: Path | None, jobs: int, reads: Iterable[Path]) -> Non
 
 
 def make_folder(path: Path) -> None:
-    """Make an option's folder before minutes of work. Raises `FileError`."""
+    """Make an option's folder before a long computation. Raises `FileError`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -364,12 +369,12 @@ def make_folder(path: Path) -> None:
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:
-    """Return the files in the folder to which the timelines of this number of jobs are written."""
+    """Return the paths in the folder for the timelines of this number of jobs."""
     return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 
 def check_installed(library: str, extra: str, purpose: str) -> None:
-    """Raise `InputError`, before minutes of work, if a library that the result needs is not installed."""
+    """Raise `InputError` before a long computation if its result needs a library that is not installed."""
     try:
         found = importlib.util.find_spec(library)
     except ValueError:  # a module without a spec

@@ -73,11 +73,11 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup": ("speedup over 1 server", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
-#: Columns computed from an iteration time: from the predicted one where a row has it as `iteration_s`.
+#: Columns that are computed from an iteration time: the predicted `iteration_s` if rows have it, else a measured one.
 _OF_ITERATION = ("gap", "overlap", "utilization")
-#: Wider than any table.
+#: A width that no table exceeds.
 _WIDEST = 10_000
-#: The seconds between two lines that say how far the work is.
+#: Seconds between two lines of progress.
 _EVERY_S = 5.0
 
 
@@ -88,9 +88,10 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s", best: str | None = None) -> None:
-    """Print one row per scheduler, sorted by the seconds in `by`, and mark the best one, by default the fastest.
+    """Print one row per scheduler or fabric, sorted by the seconds in the column `by`.
 
-    If anything was measured, the heads say what is predicted and what is measured.
+    The row of the scheduler `best` is marked, by default the fastest row. If any row has measurements, the column heads
+    say which columns are predicted and which are measured.
     """
     table = Table(title=title, header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
@@ -108,9 +109,10 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
 
 
 def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mapping[str, float]] | None) -> None:
-    """Print the parts of a predicted step in seconds, next to another step's (`beside`: its head and its parts).
+    """Print the seconds that each part of a predicted step takes.
 
-    Parts that take no time in either step are left out.
+    `beside` has the column head and the parts of another step, which is printed next to it. Parts that take no time in
+    either step are left out.
     """
     table = Table("of the step", title=title, header_style="dim")
     steps = [parts] if beside is None else [beside[1], parts]
@@ -129,8 +131,8 @@ def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mappi
 def print_table(table: Table, keys: int = 1) -> None:
     """Print a table on standard output, with its title in a line above it.
 
-    A table that is wider than the terminal loses its frame. If that is not enough, it becomes several tables, each with
-    the first `keys` columns, which name the rows. No name or number is truncated or wrapped.
+    A table that is wider than the terminal loses its frame. If it is still too wide, it is split into several tables,
+    each with the first `keys` columns, which name the rows. No name or number is truncated or wrapped.
     """
     console = _console(stderr=False)
     if table.title is not None:
@@ -146,7 +148,7 @@ def print_table(table: Table, keys: int = 1) -> None:
 
 
 def print_text(shown: TextTable, *names: str) -> None:
-    """Print a table whose columns with these heads are text, and whose other columns are numbers."""
+    """Print a table; columns with these heads (`names`) hold text, all others hold numbers."""
     table = Table(title=shown.title, header_style="dim")
     for head in shown.heads:
         table.add_column(head, justify="left" if head in names else "right")
@@ -156,7 +158,7 @@ def print_text(shown: TextTable, *names: str) -> None:
 
 
 def _parts(console: Console, table: Table, keys: int) -> list[Table]:
-    """Return the table in parts that fit the terminal, each with the first columns and at least one of the others."""
+    """Split the table into parts that fit the terminal; each has the first `keys` columns and at least one more."""
     names, rest = table.columns[:keys], table.columns[keys:]
     parts = [_part(table, [*names, *rest[:1]])]
     for column in rest[1:]:
@@ -175,12 +177,12 @@ def _part(table: Table, columns: list[Column]) -> Table:
 
 
 def _width(console: Console, table: Table) -> int:
-    """Return the width of the table in a terminal that is wide enough."""
+    """Return the width that the table needs."""
     return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 
 
 class _Console(Console):
-    """A console that prints all text as it is, since names may hold control characters and what looks like markup."""
+    """A console that prints all text literally, because names may contain control characters or markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -196,7 +198,7 @@ def _console(stderr: bool) -> Console:
 
 
 def describe_size(workload: Workload) -> str:
-    """Say how many ops and tensors a workload has, and how many bytes."""
+    """Return a phrase with the numbers of ops, tensors and bytes of a workload."""
     ops, tensors = count(len(workload.ops), "op"), count(len(workload.tensors), "tensor")
     return f"{ops}, {tensors} of {format_bytes(workload.nbytes)}"
 
@@ -212,9 +214,9 @@ def note(text: str) -> None:
 
 
 def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """Return the fidelity that was asked for: formulas or `detailed`. An old name gets a note.
+    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Print a note on an old name.
 
-    Raises `InputError` on a detailed fidelity of other kinds of input.
+    Raises `InputError` if a different detailed fidelity was asked for, which is for another kind of input.
     """
     if given in ("collective", "flow"):
         found = "formulas" if given == "collective" else detailed
@@ -226,7 +228,7 @@ def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> A
 
 
 def note_unseen(windows_s: Mapping[str, Sequence[float]], disturbances: Sequence[Disturbance]) -> None:
-    """Say which disturbances end before the window in which a case's times count, or begin after it."""
+    """Print which disturbances lie outside the window in which the times of a case are measured."""
     for case, (begin_s, end_s) in windows_s.items():
         for one in disturbances:
             if one.end_s <= begin_s or one.start_s >= end_s:
@@ -244,9 +246,9 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def stages(labels: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one progress bar per label, each from its first call on, and yield `advance(label, done, total)`.
+    """Show one progress bar per label and yield `advance(label, done, total)`; a bar appears with its first call.
 
-    A pipe gets a line from time to time instead, which says how far the work is.
+    If standard error is not a terminal, a line of progress is printed every few seconds instead.
     """
     console = _console(stderr=True)
     if not console.is_terminal:
@@ -265,7 +267,7 @@ def stages(labels: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _lines(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Print how far the work is every few seconds, and less often when it takes hours."""
+    """Print a line of progress every few seconds, and less often if the work takes hours."""
     start, over, last = time.monotonic(), threading.Event(), [first]
 
     def advance(label: str, done: int, total: int) -> None:

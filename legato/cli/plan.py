@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from legato.schedule import Scheduler
     from legato.schedule.compare import Candidate
 
-#: The words for what plans send, by the bound for them (`PlanKind.sends`).
-_SENDS = {"all_reduces": "all-reduces alone", "pairs": "also their halves", "halves": "also other halves"}
+#: What plans send, in words, by `PlanKind.sends`.
+_SENDS = {"all_reduces": "only all-reduces", "pairs": "also halves in pairs", "halves": "also other halves"}
 _WHY_NOT_THE_FASTEST = (
     " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else the one with the fewest messages)"
 )
@@ -54,14 +54,14 @@ _WHY_NOT_THE_FASTEST = (
 
 @dataclass(frozen=True)
 class Planning(Kinds):
-    """The options of what is planned, and how."""
+    """The options that choose the plans."""
 
     scheduler: str = setting("all", SCHEDULER_HELP)
     compute: Compute = "one"
     max_message: str | None = setting(
         None,
-        "Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
-        "every message within it; the others send a larger tensor alone.",
+        "Do not merge tensors into messages larger than this, such as 1GiB. Schedulers that partition tensors also "
+        "split larger tensors; all other schedulers send a larger tensor as one message.",
         metavar="SIZE",
         show_default="no limit",
     )
@@ -80,12 +80,12 @@ def _plan(
         bool,
         typer.Option(
             "--check-bound",
-            help="Prove every lower bound again, from its certificate, in exact arithmetic.",
+            help="Check the certificate of every lower bound in exact arithmetic.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Plan the messages of data-parallel training by schedulers."""
+    """Run schedulers to plan the messages of data-parallel training."""
     from legato.schedule.compare import best, check_bounds, compare
 
     keep_apart([path, *network.files], output=output, timeline=timeline)
@@ -145,7 +145,7 @@ def plan(
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
     if shard == "parameters":
-        options.run(wrapping.plan, workload, wrong="means nothing with --shard parameters")
+        options.run(wrapping.plan, workload, wrong="does not apply with --shard parameters")
     else:
         options.run(_plan, workload, shard, wrong=f"with --shard {shard} (expected --shard parameters)")
 
@@ -160,7 +160,7 @@ def _note_all(
     names: Sequence[str | Scheduler],
     most: int | None,
 ) -> None:
-    """Print what the table does not say about the plans."""
+    """Print the notes below the table of plans."""
     _note_simulated(found)
     _note_kinds(found)
     _note_collectives(found, how.collective or cluster.default_collective)
@@ -181,9 +181,10 @@ def _beside_baseline(
     plan_others: Callable[[list[str]], list[Candidate]],
     where: dict[str, str],
 ) -> Timeline:
-    """Return the timelines of the chosen plan and of DDP, which is planned now if it was not among the schedulers.
+    """Return the timeline of the chosen plan, with DDP's timeline as its baseline.
 
-    With parameter servers, the random order takes DDP's place. Both timelines say `where`.
+    DDP is planned now if it was not among the schedulers. With parameter servers, the random order is the baseline
+    instead. Both timelines get the fields in `where`.
     """
     name = "random" if chosen.plan.messages[0].kind in ("push", "pull") else "ddp"
     if chosen.plan.scheduler == name:
@@ -196,7 +197,7 @@ def _beside_baseline(
 
 
 def _note_stock_ddp(found: list[Candidate], chosen: Candidate, job: Workload, cluster: Cluster, how: Planning) -> None:
-    """Say what stock DDP can do."""
+    """Say whether stock DDP is good enough, or with which buckets."""
     from legato.schedule.compare import stock_buckets
 
     by_name = {candidate.plan.scheduler: candidate for candidate in found}
@@ -208,19 +209,19 @@ def _note_stock_ddp(found: list[Candidate], chosen: Candidate, job: Workload, cl
 
 
 def _note_memory(shard: str, job: Workload, workers: int) -> None:
-    """Say what each worker saves; a state of the optimizer has 4 bytes for each element of a gradient."""
+    """Say how many bytes each worker saves; an optimizer state has 4 bytes for each element of a gradient."""
     saved = format_bytes(job.nbytes - job.nbytes / workers)
     gradients = f", and {saved} of gradients" if shard == "gradients" else ""
     note(
-        f"each worker saves {saved} for each state that the optimizer keeps (Adam keeps two) if gradients have 4 bytes "
-        f"an element, twice as much if they have 2{gradients}"
+        f"each worker saves {saved} per state of the optimizer (Adam has two) if gradients have 4 bytes per element, "
+        f"or twice as much if they have 2 bytes{gradients}"
     )
 
 
 def _note_rounding(
     chosen: Candidate, scheduler: str | Scheduler, job: Workload, cluster: Cluster, how: Planning, most: int | None
 ) -> None:
-    """Say what the chosen plan gains over its scheduler's exact one, and what it rounds for that."""
+    """Say how much the chosen plan gains over the same scheduler's exact plan, and how many bytes it rounds."""
     from legato.schedule.basics.compose import has_free_order
     from legato.schedule.compare import compare
     from legato.schedule.search.rounding import MOST_SHARED, least_rounded
@@ -247,11 +248,14 @@ def _note_simulated(found: list[Candidate]) -> None:
     """Print the names of plans that can only be simulated."""
     names = [candidate.plan.scheduler for candidate in found if not candidate.runnable]
     if names:
-        note(f"only simulated, because they compute in another order or gather other messages: {', '.join(names)}")
+        note(
+            "can only be simulated, because they compute in another order or gather other slices than they reduce: "
+            f"{', '.join(names)}"
+        )
 
 
 def _least(chosen: Candidate, found: list[Candidate]) -> str:
-    """Say how fast a plan can be at most: also one in pairs of halves, if their bound is among those found."""
+    """Say how fast a plan can be at most; plans in pairs of halves count if their bound was computed."""
     if chosen.kind.sends != "all_reduces":
         return f"no plan can be faster than {format_seconds(chosen.bound.seconds)}"
     pairs = [c.bound.seconds for c in found if c.kind == chosen.kind._replace(sends="pairs")]
@@ -261,18 +265,18 @@ def _least(chosen: Candidate, found: list[Candidate]) -> str:
 
 
 def _note_kinds(found: list[Candidate]) -> None:
-    """Say which bound each plan is compared with, where the bounds differ."""
+    """Say which bound each plan is compared with, if the bounds differ."""
     bounds = {(c.kind.sends, c.kind.order): c.bound.seconds for c in found}
     if len(set(bounds.values())) > 1:
         parts = (
             f"{_SENDS[sends]}{' in any order of computation' if order == 'any' else ''} {format_seconds(seconds)}"
             for (sends, order), seconds in sorted(bounds.items(), key=lambda entry: -entry[1])
         )
-        note(f"above bound: each plan by the bound for what it sends: {', '.join(parts)}")
+        note(f"above bound: each plan is compared with the bound for what it sends: {', '.join(parts)}")
 
 
 def _note_collectives(found: list[Candidate], default: str) -> None:
-    """Name the plans that send with other collectives than the one in the title."""
+    """Name the plans that use other collectives than the title says."""
     for candidate in found:
         used = dict.fromkeys(message.collective or default for message in candidate.plan.messages)
         if candidate.plan.messages[0].kind not in ("push", "pull") and list(used) != [default]:
@@ -281,15 +285,18 @@ def _note_collectives(found: list[Candidate], default: str) -> None:
 
 
 def _note_larger(found: list[Candidate], job: Workload, most: int) -> None:
-    """Name the plans with messages that are larger than the limit: single tensors that were not partitioned."""
+    """Name the plans that have messages above the limit, because they do not partition large tensors."""
     names = [c.plan.scheduler for c in found if any(message.nbytes > most for message in c.plan.messages)]
     if names:
         tensors = count(sum(tensor.nbytes > most for tensor in job.tensors), "tensor")
-        note(f"{tensors} of more than {format_bytes(most)}: sent whole by {', '.join(names)}, which do not partition")
+        note(
+            f"{tensors} of more than {format_bytes(most)}: sent whole by {', '.join(names)}, which do not "
+            "partition tensors"
+        )
 
 
 def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is_chosen: bool) -> None:
-    """Say what stock DDP can do: keep its default buckets, or take merge-optimal's (`stock`)."""
+    """Say which buckets stock DDP should use: its default buckets, or the buckets of merge-optimal (`stock`)."""
     from legato.schedule.compare import SAME, better_buckets
 
     if ddp is not None and ddp.gap <= SAME:

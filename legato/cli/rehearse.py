@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-#: The errors of up to this number of predictions are listed; for more, the median and the worst are.
+#: Up to this number, the error of every prediction is printed; above it, only the median and the worst.
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
@@ -45,18 +45,18 @@ WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The worklo
 
 @dataclass(frozen=True)
 class Trials:
-    """The options of how plans are run."""
+    """The options that say how plans are run."""
 
     iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
     ratio: float | None = setting(
         None,
-        "Scale computation so that one message of all gradients takes this many times as long.",
+        "Scale computation so that sending all gradients in one message takes RATIO times as long as computing.",
         show_default="computation as in the workload",
     )
     compiled: bool = setting(
         False,
-        "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
-        " is not compiled: then DDP gets each gradient as soon as it is computed.",
+        "Run plans in a compiled model, which can compute in the order of a plan. The model for DDP is not compiled, so"
+        " that DDP gets each gradient as soon as it is computed.",
         "--compiled",
     )
     shard: Shard = "none"
@@ -65,11 +65,11 @@ class Trials:
 
 @dataclass(frozen=True)
 class Results:
-    """The options of where results go."""
+    """The options that say where results are written."""
 
     output: Path | None = setting(
         None,
-        "Write what was measured, timelines, plans, the workload and the cluster to this folder.",
+        "Write measurements, timelines, plans, the workload and the cluster to this folder.",
         "--output",
         "-o",
         metavar="DIR",
@@ -80,12 +80,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The options of the hosts on this machine."""
+    """The options about the emulated hosts on this machine."""
 
     workers: Annotated[int, option("workers")] = 4
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
     bandwidth: Annotated[str, option("bandwidth")] = "1Gbit"
-    agents: int = setting(0, "Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
+    agents: int = setting(
+        0, "Number of inference agents, which only pull parameters.", min=0, rich_help_panel="Network"
+    )
 
 
 def rehearse(
@@ -98,12 +100,12 @@ def rehearse(
     trials: Trials,
     results: Results,
 ) -> None:
-    """Run plans on this machine, over real TCP on shaped links, with computation emulated.
+    """Run plans on this machine over real TCP on shaped links, with emulated computation.
 
-    Every worker and server gets a host of its own: a network namespace, which needs no root and is removed at the end.
-    DDP is always measured too; with parameter servers, which try orders of pulls, the random order takes its place.
-    With --shard or --wire, plans are measured with and without it; so is DDP, with torch's ZeroRedundancyOptimizer or
-    its compression hook.
+    Every worker and server runs in its own network namespace, which needs no root and is removed at the end. For
+    comparison, DDP is always measured as well. With parameter servers, plans are orders of pulls, and a random order is
+    measured instead of DDP. With --shard or --wire, plans are measured with and without the option. DDP is then also
+    measured with torch's ZeroRedundancyOptimizer or compression hook.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -117,7 +119,7 @@ def rehearse(
     machines, link = count(hosts.workers, "worker"), format_bandwidth(bandwidth_bps)
     if hosts.servers or hosts.agents:
         if (trials.shard, trials.wire) != ("none", "none"):
-            raise InputError("--shard and --wire: not with parameter servers")
+            raise InputError("--shard and --wire: not available with parameter servers")
         served = _rehearse_servers(workload, hosts, bandwidth_bps, scheduler, trials)
         tell(served, f"{machines} and {count(hosts.servers or 0, 'server')}, {link}", results)
         return
@@ -137,8 +139,8 @@ def verify(
 ) -> None:
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
-    Start it under torchrun, on the machines and with the number of processes that will train. DDP is always measured
-    too. With --cluster, predictions are for that file; otherwise, the job is calibrated first.
+    Start it with torchrun, on the same machines and with the same number of processes as the training. DDP is always
+    measured for comparison. Predictions use the file of --cluster; without it, the network is calibrated first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """
@@ -155,7 +157,7 @@ def verify(
 
     task = _task(workload, scheduler, cluster, trials, results)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
+    dist.init_process_group("gloo")  # the accelerator is emulated, so gradients are in the host's memory
     try:
         if dist.get_rank() == 0:
             with stages(STAGES) as advance:
@@ -188,10 +190,10 @@ def _rehearse_servers(
 
 
 def _prepare(results: Results) -> None:
-    """Make the folder, and see that a page can be made and written, before minutes of work."""
+    """Make the output folder, and check that the page can be written, before minutes of work."""
     if results.output is not None:
         make_folder(results.output)
-    check_file("report", results.report, ".html")  # which may be in this folder
+    check_file("report", results.report, ".html")  # the page may be in the folder
 
 
 def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, results: Results) -> Task:
@@ -212,7 +214,7 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
-    """Print what was measured on a network (in words), and write it to the folder and the page, if there are any."""
+    """Print the measurements; write them to the folder and the page, if asked. `network` describes the network."""
     from legato.reports.model import Report, save
     from legato.reports.schedulers import best_of, entries, headline
 
@@ -232,7 +234,7 @@ def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> 
     if results.output is not None:
         save(report, results.output)
         shown = f"legato report {results.output} -o report.html shows them"
-        note(f"all of this and the timelines -> {results.output} ({shown})")
+        note(f"results and timelines -> {results.output} ({shown})")
     if results.report is not None:
         from legato.reports.html import write_report
 

@@ -25,8 +25,8 @@ Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="FILES...",
-        help="Timelines, predicted or measured; also their workload, cluster, plans and measured times. A folder "
-        "stands for all of these in it.",
+        help="Predicted or measured timelines; optionally their workload, cluster, plans and measured times. A folder "
+        "means all such files in it.",
     ),
 ]
 
@@ -38,7 +38,8 @@ def report(
             "--output",
             "-o",
             metavar="R.html",
-            help="Write the page to this file, or the figures to a .svg or .pdf; further ones are numbered.",
+            help="Write the page to this file, or its figures to a .svg or .pdf file (the files of further figures are "
+            "numbered).",
         ),
     ],
     inputs: Inputs = None,
@@ -46,9 +47,9 @@ def report(
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file, or as a figure (.svg, .pdf).
 
-    For a folder that [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/] wrote, the page says what the
-    command said. With a workload and a cluster alone, legato plans for the page, and recommends a plan. Two predicted,
-    or two measured, timelines with the same name are told apart by their files.
+    For a folder written by [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/], the page repeats what the
+    command printed. Given only a workload and a cluster, legato makes plans for the page and recommends one. Two
+    predicted or two measured timelines with the same name are shown with the names of their files.
 
     Example: [bold]legato report DIR -o report.html[/]
     """
@@ -62,7 +63,7 @@ def report(
 
 
 def _read(paths: Sequence[Path], output: Path) -> Given:
-    """Return what the files and folders hold; a folder's files in another format are left out."""
+    """Read the files, and those files in the folders that legato has written."""
     from legato.pages import Given
 
     found: list[tuple[Path, AnyNoun]] = []
@@ -87,27 +88,30 @@ def trace(
     ],
     inputs: Inputs = None,
     workload: Annotated[
-        Path | None, typer.Option(metavar="W.json", help="The workload, if it is not among the T.json.")
+        Path | None, typer.Option(metavar="W.json", help="The workload, if it is not among FILES.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="P.json", help="The plan (.et), if it is not among the T.json.")
+        Path | None, typer.Option(metavar="P.json", help="The plan (only for .et), if it is not among FILES.")
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers: one file each, NAME.0.et and so on (.et), or senders (.csv).", min=1, max=2**16
+            help="Number of workers: senders in a .csv, or files NAME.0.et and so on, one per worker.",
+            min=1,
+            max=2**16,
         ),
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(help="Number of parameter servers (.csv).", show_default="1", min=1, max=2**16)
+        int | None,
+        typer.Option(help="Number of parameter servers (only for .csv).", show_default="1", min=1, max=2**16),
     ] = None,
     json: Json = False,
 ) -> None:
     """Write timelines as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    It takes the same files as [bold]legato report[/]; a workload adds arrows from gradients to their messages. A
-    NAME.et is a Chakra trace of one plan's execution, for other simulators. A NAME.csv has the sends of a workload,
-    without timelines, in the five columns of the Network Operator Edition.
+    The input files are the same as for [bold]legato report[/]; a workload adds arrows from gradients to their messages.
+    An output file NAME.et is a Chakra trace of one plan's execution, for other simulators. An output file NAME.csv
+    lists the sends of a workload, without timelines, in the five columns of the Network Operator Edition.
 
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
@@ -129,7 +133,7 @@ def trace(
 def _refuse(output: Path, options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if value is not None:
-            raise InputError(f"{option} means nothing for a trace like {output.name}")
+            raise InputError(f"{option} does not apply to a trace like {output.name}")
 
 
 def _write_perfetto(timelines: Sequence[Timeline], output: Path, workload: Workload | None) -> None:

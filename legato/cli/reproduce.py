@@ -33,7 +33,7 @@ def reproduce(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute the papers' tables and figures, and show every published value, ours, and their ratio.
+    """Recompute the papers' tables and figures, and show every published value with ours and their ratio.
 
     Papers: network-operator-edition, mg-wfbp, caramel, tictac, pace.
 

@@ -15,7 +15,7 @@ def simulate(
     workloads: Annotated[
         list[Path],
         typer.Argument(
-            metavar="W.json...", help="A workload for all workers, or one each; with --share, one for each job."
+            metavar="W.json...", help="One workload for all workers, or one per worker; with --share, one per job."
         ),
     ],
     options: Annotated[Options, taken_by(*nouns.faces("simulate"))],
@@ -23,20 +23,22 @@ def simulate(
         bool,
         typer.Option(
             "--share",
-            help="Simulate jobs that share a network: --workers, --fabric, --scheduler, --plan and the options below "
-            "take a value for all, or one each.",
+            help="Simulate jobs that share a network. --workers, --fabric, --scheduler, --plan, --shift, --pace and "
+            "--priority then take one value for all jobs, or one for each job.",
         ),
     ] = False,
 ) -> None:
     """Simulate one iteration of a workload, or a step of a whole job or program, on a network.
 
-    A workload's fabrics are collectives; parameter servers, which switches may help (multicast, aggregation, as in the
-    Network Operator Edition); and sharp (SHARP, NCCL's CollNet). Speedups are over one parameter server without help,
-    if it has at most a million pushes, and no second server is disturbed. A measured cluster's bandwidth and
-    latency are derived from the cost of its default collective.
+    A workload can run on collectives, on sharp (SHARP, NCCL's CollNet), and on parameter servers, with or without
+    switches that help them by multicast or aggregation (as in the Network Operator Edition). Speedups are relative to
+    one parameter server without help from switches. They are left out if that baseline would need more than a million
+    pushes, or if a second server is disturbed. The bandwidth and latency of a measured cluster are derived from the
+    cost of its default collective.
 
-    A whole job (legato workload --tensor) and a program (legato import --program) have the links and hosts of their
-    machine, or of --machine, below switches. With --share, each job is compared with itself alone on its hosts.
+    A whole job (legato workload --tensor) and a program (legato import --program) use the hosts and links of --machine:
+    by default the job's own machine, and h100 for a program. Other options add switches between the hosts. With
+    --share, each job is compared with the same job alone on the same hosts.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """

@@ -18,20 +18,20 @@ def sweep(
         bool,
         typer.Option(
             "--share",
-            help="Let the workloads be jobs that share each network. Then --workers, --fabric and --scheduler take one "
-            "value for all jobs, or one for each.",
+            help="Simulate the workloads as jobs that share each network. --workers, --fabric and --scheduler then "
+            "take one value for all jobs, or one for each job.",
         ),
     ] = False,
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, on all cores.
 
-    Finished cells are kept in a file next to the output: after an interruption, or with more values, the same command
-    continues from there. In a list, a number without a unit has the unit of the next one. Speedups are over the first
-    fabric and scheduler named. A measured cluster's bandwidth and latency are derived from the cost of its default
-    collective.
+    Finished cells are kept in a file next to the output. After an interruption, or with more values, run the command
+    again to continue from there. In a list, a number without a unit has the unit of the next number. Speedups are
+    relative to the first fabric and scheduler named. The bandwidth and latency of a measured cluster are derived from
+    the cost of its default collective.
 
-    Whole jobs are swept over the links of their machines and, by flows, over the switches above them. With --share,
-    the workloads are jobs that run together on each network, and a row has the iteration of each.
+    Whole jobs are swept over the links of their machines and, with --fidelity flows, over the switches above them. With
+    --share, the workloads are jobs that run together on each network, and a row has the iteration time of every job.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """

@@ -1,4 +1,4 @@
-"""Verdicts on jobs, printed and as JSON."""
+"""Verdicts on jobs, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Print a verdict on one job, or on two and what changed between them."""
+    """Print the verdict on one job, or on two jobs and the changes between them."""
     from legato.advice import asides, to_try
 
     for advice, parts in verdict.said():

@@ -20,28 +20,30 @@ from legato.core.errors import LegatoError
 
 
 def watch(  # noqa: PLR0913
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A training script, which runs as it is.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Training script to run unchanged.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
-    after: Annotated[int, typer.Option(help="Steps before those that are recorded, and two that warm up.", min=1)] = 10,
-    steps: Annotated[int, typer.Option(help="Number of recorded steps.", min=1, max=100)] = 4,
+    after: Annotated[
+        int, typer.Option(help="Number of steps before the two warm-up steps and the recorded steps.", min=1)
+    ] = 10,
+    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=100)] = 4,
     every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Record again after this number of steps, and say what changed.")
+        int | None, typer.Option(metavar="STEPS", help="Record again every STEPS steps, and say what changed.")
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End the script when there is a verdict.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the script once the verdict is printed.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Keep the traces and a report in this folder, on rank 0."),
+        typer.Option("--output", "-o", metavar="DIR", help="Keep the traces and a report in this folder of rank 0."),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the last verdict as JSON, on standard output when the script ends.")
+        bool, typer.Option("--json", help="Print the last verdict as JSON on standard output when the script ends.")
     ] = False,
 ) -> None:
-    """Run a training script, record a few of its steps, and say what legato advise says about them.
+    """Run a training script, profile a few of its steps, and print what legato advise says about them.
 
-    The training itself does not change. Rank 0 prints the verdict on standard error while training goes on.
+    The training itself does not change. Rank 0 prints the verdict on standard error while training continues.
 
     Example: [bold]torchrun --nproc-per-node 8 --no-python legato watch train.py --its --own arguments[/]
     """
@@ -56,11 +58,11 @@ def watch(  # noqa: PLR0913
 
 
 def judge() -> None:
-    """Judge the traces of a watched script, in a process of its own: print the verdict, and write JSON and the page.
+    """Judge the traces of a watched script in a separate process: print the verdict, and write JSON and the page.
 
-    The arguments are the folder of the traces, the JSON file of the previous verdict (or an empty file), the JSON file
-    to write, and the file for the page (or nothing). The process ends when its standard input, which the script's
-    process holds, is closed.
+    The command line has four arguments: the folder of the traces, the JSON file of the previous verdict (or an empty
+    file), the JSON file to write, and the file for the page (or ""). The process ends when its standard input is
+    closed, because then the script's process, which holds the other end, has ended.
     """
     folder, before, document, page = sys.argv[1:]
     threading.Thread(target=_end_with_script, daemon=True).start()

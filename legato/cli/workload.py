@@ -25,14 +25,14 @@ from legato.core.workload import Phase, Workload
 if TYPE_CHECKING:
     from legato import zoo
 
-#: Bytes of a parameter and of Adam's states for it: weights and two moments in 32 bits, and in 16-bit training weights
-#: in 16 bits as well (Rajbhandari et al. 2020, section 3.1). A gradient comes on top.
+#: Bytes per parameter of weights and Adam's states: the weight and two moments in 32 bits, and for 16-bit training also
+#: the weight in 16 bits (Rajbhandari et al. 2020, section 3.1). Gradients are not counted here.
 _STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 
 @dataclass(frozen=True)
 class Estimate(Computes):
-    """The options of what computes, and how long it takes."""
+    """The options about the device, and how long it computes."""
 
     batch_size: int | None = setting(
         None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
@@ -40,23 +40,25 @@ class Estimate(Computes):
     precision: str | None = setting(
         None, "Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
     )
-    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="the computation's")
+    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="as in computation")
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms.", show_default="estimated")
     backward: str | None = setting(None, "Duration of the backward pass, such as 296ms.", show_default="estimated")
     add_modules: str | None = setting(
         None, "Add N copies of a module, such as mixed_17x17x768e=25.", metavar="MODULE=N"
     )
-    compute_speedup: float | None = setting(None, "Factor by which computation is faster.")
+    compute_speedup: float | None = setting(None, "Factor by which to speed up computation.")
 
 
 @dataclass(frozen=True)
 class Training:
-    """The options of how a large model is trained."""
+    """The options about how a large model is trained."""
 
     PANEL: ClassVar = "Large models: training"
 
-    accumulate: int = setting(1, "Micro-batches per step; the last one sends the gradients.")
-    replica_devices: int = setting(1, "Devices that share the model and its batch; the workload is one device's.")
+    accumulate: int = setting(1, "Number of micro-batches per step; gradients are sent during the last one.")
+    replica_devices: int = setting(
+        1, "Number of devices that share the model and its batch; the workload describes one device."
+    )
 
 
 def _write(
@@ -130,7 +132,7 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
-    """Return the model with a name, and with what the options change in its shape."""
+    """Return the named model, with the changes to its shape that the options `given` make."""
     from legato import zoo
     from legato.zoo.language.models import MODELS
 
@@ -195,8 +197,8 @@ def workload(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Name of a model (--list shows them), llm for one whose shape the options give, or the JSON of a "
-            "configuration of Hugging Face or Megatron.",
+            help="Name of a model (see --list), llm for a language model whose shape the options give, or a "
+            "Hugging Face or Megatron configuration (.json).",
         ),
     ] = None,
     *,
@@ -205,15 +207,15 @@ def workload(
 ) -> None:
     """Write the workload of a model from the papers, or of a language model, without downloading or training anything.
 
-    With options of whole jobs, the file holds a job: the model, and how many GPUs share it.
+    With any option for whole jobs, the file holds a job: the model, and how GPUs share it.
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
     if show:
-        options.run(_list, wrong="means nothing with --list")
+        options.run(_list, wrong="does not apply with --list")
     elif name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     elif options.has(whole.Layout):
-        options.run(whole.write, name, wrong="means nothing for a whole job")
+        options.run(whole.write, name, wrong="does not apply to a whole job")
     else:
-        options.run(_write, name, wrong="means nothing for a workload")
+        options.run(_write, name, wrong="does not apply to a workload")

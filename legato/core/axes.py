@@ -80,7 +80,7 @@ def _factor(value: float) -> str:
 NETWORK = (
     Axis("workers", "Number of workers.", int, 8, most=2**20,
          in_cluster=True, each_job=True, column="workers", words="{} worker{s}"),
-    Axis("servers", "Number of parameter servers.", int, 1, shown="1 where there are some", least=1, most=2**16,
+    Axis("servers", "Number of parameter servers.", int, 1, shown="1 on fabrics with servers", least=1, most=2**16,
          in_cluster=True, column="servers", write=lambda value: str(value or ""), more_is_better=True),
     Axis("bandwidth", "Bandwidth of each worker's link, such as 10Gbit.", str, "10Gbit",
          field="bandwidth_bps", parse=parse_bandwidth, in_cluster=True,
@@ -88,31 +88,31 @@ NETWORK = (
     Axis("latency", "Latency from one worker to another, such as 30us.", str, "30us",
          field="latency_s", parse=parse_seconds, in_cluster=True,
          column="latency", write=format_seconds, words="latency {}", more_is_better=False, part="links"),
-    Axis("send", "Part of the latency in which a sender is busy.",
+    Axis("send", "Part of the latency during which the sender is busy.",
          shown="5us, at most the latency", field="send_s", parse=parse_seconds, in_cluster=True),
-    Axis("gpus_per_host", "Workers (GPUs) in each host, which are numbered host by host.", int, 1,
+    Axis("gpus_per_host", "Workers (GPUs) in each host; they are numbered host by host.", int, 1,
          column="GPUs per host", words="{} GPU{s} per host", part="links"),
-    Axis("gpus_per_card", "GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
-    Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host.", str, "100Gbit",
+    Axis("gpus_per_card", "Number of GPUs in a host that share a network card.", int, 1, words="{} GPU{s} per card"),
+    Axis("local_bandwidth", "Bandwidth of each GPU's link inside its host.", str, "100Gbit",
          field="local_bandwidth_bps", parse=parse_bandwidth, column="link inside hosts", write=format_bandwidth,
          words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True, part="links"),
-    Axis("topology", "How switches connect the hosts: leaf-spine (racks below spines; one rack is one switch), "
-         "fat-tree, or rails (card i of every host is on leaf i).",
+    Axis("topology", "How switches connect the hosts: leaf-spine (racks below spines; a single rack is one switch), "
+         "fat-tree, or rails (card i of every host connects to leaf i).",
          Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}", part="switches"),
-    Axis("racks", "Racks of hosts, with a leaf switch each.", int, 1,
+    Axis("racks", "Number of racks of hosts; each rack has a leaf switch.", int, 1,
          column="racks", words="{} rack{s}", part="switches"),
-    Axis("spines", "Spine switches above the leaves; with 0, hosts pass on what goes from rail to rail.",
-         int, 1, column="spines", words="{} spine{s}", part="switches"),
-    Axis("ports", "Ports of each switch of a fat tree.", int,
-         shown="the fewest that have room", words="{} port{s}", part="switches"),
-    Axis("oversubscription", "Oversubscription from a leaf to the spines; 4 means 4:1.", float, 1.0,
+    Axis("spines", "Number of spine switches above the leaves; with 0 (only rails), hosts forward traffic between "
+         "rails.", int, 1, column="spines", words="{} spine{s}", part="switches"),
+    Axis("ports", "Number of ports of each switch in a fat tree.", int,
+         shown="the fewest that suffice", words="{} port{s}", part="switches"),
+    Axis("oversubscription", "Oversubscription between a leaf and the spines; 4 means 4:1.", float, 1.0,
          column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False, part="switches"),
     Axis("core_oversubscription",
-         "Oversubscription from a pod of a fat tree to the cores.", float, 1.0,
+         "Oversubscription between a pod of a fat tree and the cores.", float, 1.0,
          write=_ratio, words="core oversubscription {}", part="switches"),
-    Axis("balance", "Paths between leaves: ecmp (a flow has one, by a hash) or spray (packets take all).",
+    Axis("balance", "Paths between leaves: ecmp (a hash picks one for each flow) or spray (packets use all paths).",
          Literal["ecmp", "spray"], "ecmp", words="{}", part="switches"),
-    Axis("sharing", "How transfers share a link: fifo, or fair (max-min; for small cases).",
+    Axis("sharing", "How transfers share a link: fifo, or fair (max-min; only for small simulations).",
          Literal["fifo", "fair"], "fifo", words="{} sharing"),
     Axis("server_bandwidth", "Bandwidth of each server's link.", shown="the workers' bandwidth",
          field="server_bandwidth_bps", parse=parse_bandwidth, write=format_bandwidth, words="{} to servers"),
@@ -124,11 +124,12 @@ NETWORK = (
     Axis("slow_link", "Slowdown factor of the last worker's link.", float, 1.0,
          column="slow link", write=_factor, words="slow link {}", title="slowdown of the last worker's link",
          more_is_better=False),
-    Axis("jitter", "Jitter of computation: sigma of a lognormal factor.", float, 0.0,
+    Axis("jitter", "Jitter of computation: sigma of each worker's lognormal slowdown.", float, 0.0,
          column="jitter", write=lambda value: f"{value:g}", words="jitter {}"),
-    Axis("seed", "Seed of what is random, and of ECMP's paths.", int, 0, part="switches"),
-    Axis("disturb", "KIND:NUMBER:FACTOR:FROM:TO,..., such as link:7:4:10ms:30ms: a link, server, uplink (of a leaf), "
-         "spine or compute (of a worker) is slower by a factor or fails, without TO until the end.",
+    Axis("seed", "Random seed, also for ECMP's choice of paths.", int, 0, part="switches"),
+    Axis("disturb", "Slow something down by FACTOR, or let it fail, from FROM to TO: KIND:NUMBER:FACTOR:FROM:TO,..., "
+         "such as link:7:4:10ms:30ms. KIND is link, server, uplink (of a leaf), spine, or compute (of a worker). "
+         "Without TO, it stays slow until the end.",
          str, "none", shown="none", parse=str.strip, metavar="WHAT",
          column="disturbed", repeated=True, words="disturbed {}", part="switches"),
 )
@@ -136,18 +137,19 @@ NETWORK = (
 #: Options of fabrics. Each fabric uses the options that match its fields. Fields without an option keep the fabric's
 #: default.
 FABRIC = (
-    Axis("placement", "Placement of tensors on servers: round-robin, or split equal.",
+    Axis("placement", "How tensors are placed on servers: round-robin, or equal (each split evenly over all servers).",
          Literal["round-robin", "equal"], shown="round-robin"),
-    Axis("distribution", "Order in which a server sends: round-robin (a parameter to all workers) or block "
-         "(all to one).", Literal["round-robin", "block"], shown="round-robin"),
+    Axis("distribution", "Order in which a server sends: round-robin (one parameter to all workers, then the next) or "
+         "block (all parameters to one worker, then to the next).", Literal["round-robin", "block"],
+         shown="round-robin"),
     Axis("barrier", "Whether servers wait for all gradients before they send parameters.", bool,
          shown="barrier"),
-    Axis("aggregation", "How switches that aggregate forward: store-and-forward or cut-through.",
+    Axis("aggregation", "How switches forward what they aggregate: store-and-forward or cut-through.",
          Literal["store-and-forward", "cut-through"],
          shown="store-and-forward"),
     Axis("message_bytes", "Partition messages into pieces of this size, such as 4MiB.",
          shown="whole messages", parse=parse_bytes),
-    Axis("in_flight", "Messages at once on fabrics without servers; any: all that are ready.",
+    Axis("in_flight", "Most messages in flight at once on fabrics without servers, or any for no limit.",
          shown="1, as planned and run", parse=_in_flight, metavar="N"),
 )
 # fmt: on

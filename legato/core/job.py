@@ -132,8 +132,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `order` names the dimensions, the outermost first: neighbours in the last dimension have neighbouring ranks.
     `expert` divides the dimension `data`: experts are distributed over `expert` neighbours in `data`, and
     tensor-parallel workers divide each expert. With `expert_fold`, no expert is divided: experts are distributed over
-    all workers of `tensor` and `context` and over neighbours in `data`, together `expert` workers (MoE parallel folding,
-    arXiv 2504.14960, section 3).
+    all workers of `tensor` and `context` and over neighbours in `data`, together `expert` workers (MoE parallel
+    folding, arXiv 2504.14960, section 3).
     """
 
     tensor: Int64 = 1

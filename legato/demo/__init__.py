@@ -1,4 +1,4 @@
-"""The demo, end to end: capture, calibrate, plan, train under DDP and under legato, compare.
+"""The demo, end to end: capture, calibrate, plan, train with DDP and with legato, and compare.
 
 This module does not need torch, but the worker processes that it starts do.
 """
@@ -37,8 +37,8 @@ NEXT = (
     "what it would save on your network."
 )
 
-#: With more than two workers, the largest relative difference of trained weights that count as equal.
-#: With two workers they have to be equal bit for bit. See docs/runtime.md, "When are weights equal?".
+#: With more than two workers, trained weights count as equal up to this relative difference. With two workers, they
+#: must be equal bit for bit. See docs/runtime.md, "When are weights equal?".
 TOLERANCE = 1e-2
 
 
@@ -47,8 +47,8 @@ def run(
 ) -> ModelResult:
     """Run the demo for one model on `workers` local processes; `advance(stage, done, total)` reports progress.
 
-    The processes talk over loopback or, with a bandwidth (bits per second), each
-    runs in a host of `legato.testbed.hosts` whose link has this bandwidth.
+    Without a bandwidth, the processes communicate over loopback. With a bandwidth (bits per second),
+    each process runs in a host of `legato.testbed.hosts` whose link has this bandwidth.
     Raises `RankError` with the error message of the process that failed, and
     `InputError` if this machine cannot have such hosts.
     """
@@ -66,7 +66,7 @@ def run(
 def run_servers(
     model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
 ) -> ServerResult:
-    """Train one model on parameter servers with every order of pulls in turn; arguments and errors as in `run`."""
+    """Train one model on parameter servers with every order of pulls in turn; arguments and errors are as in `run`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,7 +77,11 @@ def run_servers(
 
 
 def weights_equal(result: ModelResult) -> bool:
-    """Return whether weights are equal: bit for bit for two workers, whose sums have one order; else roughly."""
+    """Return whether the trained weights are equal.
+
+    With two workers, they must be equal bit for bit, because a sum of two has only one order. With more workers, small
+    differences are allowed.
+    """
     return result.max_relative_difference <= (0.0 if result.cluster.workers == 2 else TOLERANCE)
 
 
@@ -98,7 +102,7 @@ def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
 
 
 def verdict(result: ModelResult) -> list[str]:
-    """Return in plain words what was gained, how far that is from the bound, and whether the prediction held."""
+    """Return sentences about the gain, the distance to the bound, and the error of the prediction."""
     chosen = result.best
     gain = result.ddp_s / result.legato_s
     bound_s, predicted_s = chosen["lower_bound_s"], chosen["iteration_s"]
@@ -126,7 +130,7 @@ def rows(result: ModelResult) -> list[dict[str, Any]]:
 
 
 def advice(result: ModelResult) -> str:
-    """Return what was measured, and what is predicted for the same two and for stock DDP with other buckets."""
+    """Return sentences that compare DDP with legato (measured, and predicted) and with other buckets (predicted)."""
     predicted_s = {row["scheduler"]: row["iteration_s"] for row in result.rows}
     ours = measured_names(result.plan)[1]
     sentences = [
@@ -144,7 +148,7 @@ def advice(result: ModelResult) -> str:
 
 
 def _compared(name: str, seconds: float, ddp_s: float) -> str:
-    """Compare two times of the same kind, both measured or both predicted."""
+    """Return a phrase that compares two times per iteration, both measured or both predicted."""
     if name == "ddp":
         return f"{format_seconds(ddp_s)} per iteration with DDP, and no plan is more than {percent(SAME)} faster"
     return (
@@ -153,7 +157,7 @@ def _compared(name: str, seconds: float, ddp_s: float) -> str:
 
 
 def result_doubts(result: ModelResult) -> list[str]:
-    """Return what speaks against the measurement."""
+    """Return reasons not to trust the measurement."""
     names = measured_names(result.plan)
     bound_s = result.best["lower_bound_s"]
     measured = dict(zip(names, (result.ddp_blocks_s, result.legato_blocks_s), strict=True))
@@ -161,7 +165,7 @@ def result_doubts(result: ModelResult) -> list[str]:
 
 
 def report_of(result: ModelResult, link: str) -> ModelReport:
-    """Return one model's part of the page; `link` are the links between the workers in words."""
+    """Return one model's section of the page; `link` describes the links between workers in words."""
     names = measured_names(result.plan)
     predicted = {row["scheduler"]: row for row in result.rows}
     network = f"{count(result.cluster.workers, 'worker')}, {link}"
@@ -184,9 +188,10 @@ def report_of(result: ModelResult, link: str) -> ModelReport:
 
 
 def write_pictures(results: Sequence[ModelResult], folder: Path, link: str) -> tuple[Path, Path]:
-    """Write the report and the Perfetto trace of all models, and the parts of each report, and return the two paths.
+    """Write the report and the Perfetto trace of all models, and return their paths.
 
-    `link` are the links between the workers in words.
+    The parts of each model's report are also written, to the model's folder. `link` describes the links between workers
+    in words.
     """
     report, trace = folder / "report.html", folder / "trace.perfetto.json"
     models = [report_of(result, link) for result in results]

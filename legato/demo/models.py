@@ -1,4 +1,4 @@
-"""The models of the demo, built from their published configurations without downloads."""
+"""The models of the demo, which are built from their published configurations without downloads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Training(NamedTuple):
 
 
 def _batches() -> torch.Generator:
-    """Return a generator of random numbers that differs between ranks."""
+    """Return a random number generator with a different seed on each rank."""
     return torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
 
 def resnet50() -> Training:
-    """ResNet-50 (25.6 million parameters), twelve images of 64 x 64 pixels per step."""
-    # Imported when a model is built, because it takes seconds.
+    """Build ResNet-50 (25.6 million parameters), with twelve images of 64 x 64 pixels per step."""
+    # This import takes seconds, so it waits until a model is built.
     from transformers import ResNetConfig, ResNetForImageClassification
 
     shape: Any = ResNetConfig()
@@ -47,7 +47,7 @@ def resnet50() -> Training:
 
 
 def gpt2() -> Training:
-    """A small GPT-2 (6 layers of width 384, 15 million parameters), 4 x 64 tokens per step."""
+    """Build a small GPT-2 (6 layers of width 384, 15 million parameters), with 4 x 64 tokens per step."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(

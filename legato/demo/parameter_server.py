@@ -1,8 +1,8 @@
-"""One rank of `legato demo --servers`, started by torchrun.
+"""One rank of `legato demo --servers`, which torchrun starts.
 
-Workers and servers capture and calibrate together. Then the same model trains under
-each order of pulls from the same start, in alternating blocks, and its weights are
-compared with DDP's.
+Workers and servers capture and calibrate together. Then the same model trains with
+each order of pulls from the same initial weights, in alternating blocks. The trained
+weights are compared with those that DDP trains.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from legato.testbed.launch import Advance
 from legato.testbed.rank import gloo_rank
 
 SEED = 20
-BLOCK = 6  # iterations of an order before the next one's turn; the first of them is not timed
+BLOCK = 6  # iterations of an order before the next order runs; the first iteration is not timed
 
 
 def main(model: str, steps: int, servers: int, folder: Path) -> None:
@@ -89,7 +89,7 @@ def _measured(name: str, servers: int, advance: Advance) -> tuple[Workload, Clus
 
 
 def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
-    """Train a block of steps, and return (iterations, trained weights) on workers, None on servers."""
+    """Train a block of steps; return (iterations, trained weights) on workers, and None on servers."""
     torch.manual_seed(SEED)
     training = MODELS[name]()
 
@@ -107,7 +107,7 @@ def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
 
 
 def _under_ddp(name: str, servers: int) -> dict[str, torch.Tensor] | None:
-    """Train the same steps under DDP, and return the weights on workers, None on servers."""
+    """Train the same steps with DDP; return the weights on workers, and None on servers."""
     group = dist.new_group(range(dist.get_world_size() - servers))
     torch.manual_seed(SEED)
     training = MODELS[name]()
@@ -128,7 +128,7 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference, relative to each parameter's largest value."""
+    """Return the largest difference between two sets of weights, relative to each parameter's largest value."""
     return max(
         float((one[k].double() - other[k].double()).abs().max() / one[k].double().abs().max().clamp(min=1e-30))
         for k in one

@@ -1,4 +1,4 @@
-"""The results that the ranks of a demo return to the command that started them."""
+"""The results that ranks of the demo return to the command that started them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
 
 
 def measured_names(plan: Plan) -> tuple[str, str]:
-    """Return the names of the trainings under DDP and under the plan, which differ even if the plan is DDP's own."""
+    """Return the names of the two trainings, with DDP and with the plan; they differ even if the plan is DDP's own."""
     return "ddp", plan.scheduler if plan.carrier == "legato" else "ddp in legato's runtime"
 
 
 class ModelResult(msgspec.Struct, frozen=True):
-    """The result for one model; `rows` are the predicted rows of `legato plan`.
+    """The result of the demo for one model; `rows` are the rows that `legato plan` predicts.
 
-    `ddp_blocks_s` and `legato_blocks_s` are the seconds per iteration of each timed block of steps.
+    `ddp_blocks_s` and `legato_blocks_s` have the seconds per iteration of each timed block of steps.
     """
 
     model: str
@@ -46,12 +46,12 @@ class ModelResult(msgspec.Struct, frozen=True):
 
     @property
     def ddp_s(self) -> float:
-        """Return the median seconds per iteration under DDP."""
+        """Return the median seconds per iteration with DDP."""
         return statistics.median(self.ddp_blocks_s)
 
     @property
     def legato_s(self) -> float:
-        """Return the median seconds per iteration under the plan."""
+        """Return the median seconds per iteration with the plan."""
         return statistics.median(self.legato_blocks_s)
 
     @property
@@ -65,9 +65,10 @@ SERVER_STAGES = ("capture", "calibrate", "plan", "train, every order and DDP")
 
 
 class ServerRow(msgspec.Struct, frozen=True):
-    """One order of pulls in the demo. Seconds per iteration; `out_of_order` is a fraction of the transfers.
+    """The result for one order of pulls: times in seconds per iteration, and differences of the trained weights.
 
-    `predicted_s` is simulated on the network that the calibrated all-reduce implies.
+    `predicted_s` is simulated on the network that the calibrated all-reduce implies. `out_of_order` is the fraction of
+    transfers that arrived out of order.
     """
 
     order: str

@@ -1,4 +1,4 @@
-"""One rank of `legato demo` for one model, started by torchrun.
+"""One rank of `legato demo` for one model, which torchrun starts.
 
 All ranks capture and calibrate at the same time, so the machine is as busy as
 during training. All ranks use the plan of rank 0.
@@ -32,13 +32,13 @@ from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import Advance
 from legato.testbed.rank import gloo_rank
 
-BLOCK = 4  # steps that are timed together, after one that is not
-TRACED = 4  # steps that are traced at the end
+BLOCK = 4  # steps that are timed together, after one untimed step
+TRACED = 4  # number of steps that are traced at the end
 SEED = 20
 
 
 class Trainee:
-    """One of the two models that are compared, under DDP or under a plan, with its own random numbers."""
+    """One of the two models that are compared: it trains with DDP or with a plan, and has its own random numbers."""
 
     def __init__(self, build: Callable[[], Training], wrap: Callable[[Training], nn.Module]) -> None:
         torch.manual_seed(SEED)
@@ -49,7 +49,7 @@ class Trainee:
         self.block_s: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Train `count` steps, and return the seconds of an iteration, from one backward pass's start to the next's."""
+        """Train `count` steps, and return the seconds per iteration, between the starts of backward passes."""
         torch.set_rng_state(self._random)
         dist.barrier()
         began = []
@@ -130,7 +130,7 @@ def _passes(training: Training) -> None:
 
 
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
-    """Train both models in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
+    """Train both models in alternating blocks, so that other work slows both equally; the first block is a warm-up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
     ours = Trainee(build, lambda t: attach(t.model, t.optimizer, plan)[0])
     blocks = 1 + max(1, steps // BLOCK)
@@ -144,7 +144,7 @@ def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) 
 
 
 def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
-    """Return the median traced iteration of each, under the names of `result.measured_names`."""
+    """Return the traced iteration of median length of each training, named as in `result.measured_names`."""
     with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
         ddp.steps(TRACED)
     with attachment(ours.wrapped).trace() as under_plan:
@@ -158,7 +158,7 @@ def _typical(timelines: list[Timeline]) -> Timeline:
 
 
 def _difference(a: nn.Module, b: nn.Module) -> float:
-    """Return the largest difference of two models' states over all ranks, relative to each tensor's largest value."""
+    """Return the largest difference between two models' states on any rank, relative to each tensor's largest value."""
     worst = torch.zeros(1, dtype=torch.float64)
     for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
         x, y = x.double(), y.double()

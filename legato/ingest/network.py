@@ -52,7 +52,7 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     if not times:
         raise InputError("no all-reduce whose size is known (expected one, to fit the cost of the network to)")
     if workers is None:
-        raise InputError("the trace does not tell the number of workers (expected --workers)")
+        raise InputError("the trace does not show the number of workers (expected --workers)")
     typical = statistics.median if all(m.waiting_s is not None for m in imported.ranks) else min
     points = sorted((nbytes, float(typical(same))) for nbytes, same in times.items())
     return _fitted(points, workers, "traced", imported.notes)

@@ -1,1 +1,1 @@
-"""Integrations with frameworks, each of which attaches legato once the framework has prepared everything."""
+"""Integrations with frameworks. Each attaches legato after the framework has prepared model and optimizers."""

@@ -19,9 +19,9 @@ __all__ = ["prepare"]
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-    """Return what `accelerator.prepare` does, with legato attached to each model that it has wrapped in DDP.
+    """Return the result of `accelerator.prepare`, with legato attached to each model that is wrapped in DDP.
 
-    `options` go to `legato.distribute`. Each optimizer goes with the models that have its parameters.
+    `options` are passed to `legato.distribute`. Each optimizer is used for the models that have its parameters.
     """
     prepared = accelerator.prepare(*objects)
     everything = prepared if isinstance(prepared, tuple) else (prepared,)

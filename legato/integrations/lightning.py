@@ -16,7 +16,7 @@ __all__ = ["Legato"]
 
 
 class Legato(Callback):
-    """A callback that attaches legato when training starts; `options` go to `legato.distribute`."""
+    """A callback that attaches legato when training starts; `options` are passed to `legato.distribute`."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -28,7 +28,7 @@ class Legato(Callback):
                 distribute(trainer.strategy.model, optimizer, **self._options)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach legato: Lightning takes the model out of its wrapper."""
+        """Detach legato, because Lightning removes the DDP wrapper from the model."""
         ddp = find_ddp(trainer.strategy.model)
         if ddp is not None and (attached := attachment_of(ddp)) is not None:
             attached.detach()

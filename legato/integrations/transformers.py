@@ -17,7 +17,7 @@ __all__ = ["Legato"]
 
 
 class Legato(TrainerCallback):
-    """A callback that attaches legato when training begins; `options` go to `legato.distribute`."""
+    """A callback that attaches legato when training begins; `options` are passed to `legato.distribute`."""
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
         self._trainer, self._options = trainer, options
@@ -28,7 +28,7 @@ class Legato(TrainerCallback):
             distribute(self._trainer.model_wrapped, self._trainer.optimizer, **self._options)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach legato, with the parameters up to date."""
+        """Detach legato; all parameters are then up to date."""
         ddp = find_ddp(self._trainer.model_wrapped)
         if ddp is not None and (attached := attachment_of(ddp)) is not None:
             attached.detach()

@@ -1,4 +1,7 @@
-"""The five papers: each published number next to the one that legato computes. One file or package per paper."""
+"""Reproductions of five papers: each published number next to the number that legato computes.
+
+There is one file or package per paper.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from legato.papers.result import Cell, Figure, Paper, Part, select
 
 __all__ = ["PAPERS", "Cell", "Figure", "Paper", "Part", "paper", "select"]
 
-#: All papers by their names on the command line.
+#: All papers, by their names on the command line.
 PAPERS: dict[str, Paper] = {
     module.PAPER.name: module.PAPER for module in (network_operator_edition, mg_wfbp, caramel, tictac, pace)
 }
 
 
 def paper(name: str) -> Paper:
-    """Return one of `PAPERS`. Raises `InputError`, with the nearest names, on an unknown one."""
+    """Return the named paper. Raises `InputError` with the most similar names if the name is unknown."""
     if name not in PAPERS:
         raise unknown_name("paper", name, PAPERS)
     return PAPERS[name]

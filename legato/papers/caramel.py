@@ -1,17 +1,17 @@
 """Caramel: Accelerating Decentralized Distributed Deep Learning with Computation Scheduling (Hashemi et al., 2020).
 
-The setting is section 6's: one K80 per worker, 10 Gbps, 8 and 16 workers.
-Caramel runs on the shuffle; parameter servers are simulated transfer by transfer
-with TensorFlow's round robin and random order; Horovod has the defaults of the
-time (a cycle of 5 ms, fusion up to 64 MiB). A latency of 100 us per hop is
-assumed for all, and that the sends of a worker do not wait for one another.
+The setting is from section 6: one K80 per worker, 10 Gbps, 8 and 16 workers.
+Caramel runs on the shuffle. Parameter servers are simulated transfer by transfer
+with TensorFlow's round robin and random order. Horovod has its defaults of that
+time (a cycle of 5 ms, fusion up to 64 MiB). All systems are assumed to have a
+latency of 100 us per hop, and sends of a worker that do not wait for each other.
 
-One constant per system is fitted, and none per model: at 10 Gbps Horovod's
-communication would be hidden. `HOROVOD_BPS` is the bandwidth that its MPI
+One constant per system is fitted, and none per model, because at 10 Gbps all of
+Horovod's communication would be hidden. `HOROVOD_BPS` is the bandwidth that its MPI
 achieves, fitted to its 68% utilization on Inception-v3 with 8 workers (section
 6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS` is the bandwidth that
 TensorFlow's transfers achieve, fitted to the 82% of the first stage. All other
-values follow.
+values follow from these constants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["HOROVOD_BPS", "MODELS", "PAPER", "SHUFFLE_BPS", "STAGES", "WORKERS",
 HOROVOD_BPS = 2.67e9
 SHUFFLE_BPS = 3.19e9
 _BANDWIDTH_BPS, _LATENCY_S = 10e9, 100e-6
-#: For the depth (Fig. 13): adding takes as long as the two transfers; pipelining gains most there.
+#: The assumption for the depth (Fig. 13): adding takes as long as both transfers, so that pipelining gains most.
 _REDUCE_S_PER_BYTE = 2 * 8 / _BANDWIDTH_BPS
 #: Section 6: parameters, MiB.
 MODELS = {
@@ -49,7 +49,7 @@ MODELS = {
 }
 WORKERS = (8, 16)
 _HOROVOD = {"fusion_threshold_bytes": 64 * 2**20, "cycle_time_s": 5e-3}
-#: Section 6.2, Fig. 11: utilization on Inception-v3 with 8 workers, with each further part of Caramel.
+#: Section 6.2, Fig. 11: utilization on Inception-v3 with 8 workers, as parts of Caramel are added one by one.
 STAGES = {"Horovod": 0.68, "adaptive all-reduce": 0.82, "+ batching": 0.86, "+ transfer boundaries": 0.92}
 _SYSTEMS = ("Caramel", "Horovod", "PS = workers", "PS = workers/2")
 
@@ -94,7 +94,7 @@ def _utilization(model: str, system: str, workers: int) -> float:
 
 
 def _models() -> Part:
-    """Section 6: the five models."""
+    """Compute the properties of the five models (section 6)."""
     cells = []
     for model, (count, mib) in MODELS.items():
         layers = zoo.model(model)
@@ -104,7 +104,7 @@ def _models() -> Part:
 
 
 def _iteration_times() -> Part:
-    """Fig. 8."""
+    """Compute iteration times (Fig. 8)."""
     cells, gains = [], {}
     for model in MODELS:
         for n in WORKERS:
@@ -120,7 +120,7 @@ def _iteration_times() -> Part:
 
 
 def _utilizations() -> Part:
-    """Fig. 9."""
+    """Compute utilizations (Fig. 9)."""
     shares = {(model, n): _utilization(model, "Caramel", n) for model in MODELS for n in WORKERS}
     gain = max(share / _utilization(model, "Horovod", n) for (model, n), share in shares.items())
     cells = (
@@ -151,7 +151,7 @@ def _bars(label: str, title: str, unit: str, field: str) -> tuple[Figure, ...]:
 
 
 def _overlap() -> Part:
-    """Fig. 10: overlap coefficient and communication."""
+    """Compute overlap coefficients and communication times (Fig. 10)."""
     runs = [{system: _run(model, system, n) for system in _SYSTEMS} for model in MODELS for n in WORKERS]
     cheaper = [run["Caramel"].communication_s < run["Horovod"].communication_s for run in runs]
     better = [run["Caramel"].overlap > run["Horovod"].overlap for run in runs]
@@ -166,7 +166,7 @@ def _overlap() -> Part:
 
 
 def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
-    """Utilization by stage of Fig. 11, from Horovod to all of Caramel."""
+    """Return the utilization at each stage of Fig. 11, from Horovod to all parts of Caramel."""
     job = _job(model)
     cluster = Cluster.derive(workers, bandwidth_bps, _LATENCY_S, collectives=["shuffle"], send_s=0.0)
     found = [_utilization(model, "Horovod", workers)]
@@ -177,7 +177,7 @@ def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
 
 
 def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
-    """Return the utilization with these parts switched off; adding takes the time assumed for Fig. 13."""
+    """Return the utilization without these parts of Caramel; adding takes the time that is assumed for Fig. 13."""
     job, off = _job(model), dict.fromkeys(parts, False)
     cluster = Cluster.derive(
         workers, bandwidth_bps, _LATENCY_S, send_s=0.0, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE
@@ -186,7 +186,7 @@ def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]
 
 
 def _one_model() -> Part:
-    """Fig. 11."""
+    """Compute the gain of each part of Caramel on one model (Fig. 11)."""
     cells = []
     for mode, bandwidth in (("10 Gbps", _BANDWIDTH_BPS), ("fitted", SHUFFLE_BPS)):
         for (stage, share), ours in zip(STAGES.items(), stages("inception-v3", 8, bandwidth), strict=True):
@@ -197,7 +197,7 @@ def _one_model() -> Part:
 
 
 def _all_models() -> Part:
-    """Fig. 12."""
+    """Compute the gain of each part of Caramel on all models (Fig. 12)."""
     cells, curves = [], {}
     for model in MODELS:
         shares = stages(model, 8, SHUFFLE_BPS)
@@ -220,7 +220,7 @@ def _depth_s(nbytes: float, depth: int) -> float:
 
 
 def _depths() -> Part:
-    """Fig. 13: transfer time against size, by depth."""
+    """Compute transfer times by size, for several depths (Fig. 13)."""
     sizes = [10.0 ** (e / 2) for e in range(6, 17)]
     depths = (1, 2, 4, 8)
     adaptive = [min(_depth_s(size, d) for d in range(1, MAX_DEPTH + 1)) for size in sizes]
@@ -241,7 +241,7 @@ def _depths() -> Part:
 
 
 def _schemes() -> Part:
-    """Fig. 14: three schemes, a small and a large transfer."""
+    """Compute a small and a large transfer with three schemes (Fig. 14)."""
     names, counts = ("shuffle", "ring", "halving-doubling"), (4, 8, 16, 32)
     figures, few = [], []
     for nbytes in (64e3, 64e6):
@@ -279,15 +279,15 @@ PAPER = Paper(
         "Figs. 2 to 4": "measurements of their cluster, printed only as pictures",
         "Fig. 8, the gain of 3.62": "measured against Horovod's MPI, whose cost is not printed; ours is Fig. 11's",
         "Fig. 10, communication of parameter servers": (
-            "on a server the transfers of all workers share its link; a worker's own count, as the paper has it, is "
-            "not a cost of the network"
+            "all workers' transfers share a server's link; the paper counts only one worker's transfers, which is not "
+            "a cost of the network"
         ),
         "Fig. 13, 60% at 100 MB": (
             "overlapping two stages can save at most half; the paper's third stage, serialization, has no printed cost"
         ),
-        "Fig. 13, 3x slower small transfers": "with a latency per chunk ours are 8x slower; theirs overlap",
+        "Fig. 13, 3x slower small transfers": "every chunk has a latency here, so ours are 8x slower; theirs overlap",
         "Fig. 14, halving-doubling best with many workers": (
-            "shuffle has two latencies for any number of workers here; incast, which the text hints at, is not printed"
+            "here, shuffle has two latencies for any number of workers; the text hints at incast, but prints no cost"
         ),
     },
 )

@@ -1,10 +1,10 @@
 """MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms (Shi, Chu, Li, INFOCOM 2019).
 
-Nothing is fitted. The network is the paper's measured one: 10GbE whose ring
-all-reduce starts in 2 (N - 1) 45.26 us (section V.A: 90.52, 271.56 and 633.64 us
-on 2, 4 and 8 nodes). Compute times are for one processor of a K80 at the
-zoo's efficiency; the paper prints none. A message of WFBP is the gradient of one
-layer: the weights with their biases, or a convolution with its normalization.
+Nothing is fitted. The network is the one that the paper measured: 10GbE on which a ring
+all-reduce has a start-up of 2 (N - 1) 45.26 us (section V.A: 90.52, 271.56 and 633.64 us
+on 2, 4 and 8 nodes). The paper prints no compute times; ours are for one processor of a
+K80 at the zoo's efficiency. A message of WFBP is the gradient of one layer, with weights and
+biases together, and a convolution together with its normalization.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from legato.simulator.flow import Network, simulate_flow
 __all__ = ["PAPER"]
 
 _BANDWIDTH_BPS = 10e9
-#: Section V.A: start-up of an all-reduce (seconds), by the number of nodes.
+#: Section V.A: start-up of an all-reduce in seconds, by the number of nodes.
 _STARTUP_S = {2: 90.52e-6, 4: 271.56e-6, 8: 633.64e-6}
 _LATENCY_S = _STARTUP_S[2] / 2
-#: Section I: time of an all-reduce on 8 nodes (seconds), by its bytes.
+#: Section I: time of an all-reduce on 8 nodes in seconds, by its bytes.
 _ALL_REDUCE_S = {200e3: 1.5e-3, 400e3: 1.8e-3}
 #: Section V: batch size per GPU.
 _MODELS = {"googlenet": 64, "resnet-v1-50-caffe": 32}
 _LABELS = {"googlenet": "GoogleNet", "resnet-v1-50-caffe": "ResNet-50"}
 _SCHEDULERS = {"WFBP": "fifo", "SyncEASGD": "single", "MG-WFBP": "mg-wfbp"}
-#: Sections V.B and V.C: MG-WFBP's speedup over the other two, in words on 8 nodes ("on both").
+#: Sections V.B and V.C: MG-WFBP's speedup over WFBP and SyncEASGD. For 8 nodes, the text has the same for both models.
 _SPEEDUPS = {
     8: {"googlenet": (1.2, 1.36), "resnet-v1-50-caffe": (1.2, 1.36)},
     64: {"googlenet": (1.78, 1.35), "resnet-v1-50-caffe": (1.75, 1.45)},
@@ -45,7 +45,7 @@ _NODES = (4, 8, 16, 32, 64)
 
 
 def _cost_table() -> Part:
-    """Table II, on the paper's 8 nodes, with 0.1 ns per byte to add; ours is simulated transfer by transfer."""
+    """Compute Table II on the paper's 8 nodes by simulating every transfer; adding takes 0.1 ns per byte."""
     n, alpha, beta, gamma = 8, _LATENCY_S, 8 / _BANDWIDTH_BPS, 1e-10
     log = math.log2(n)
     published: dict[str, tuple[float, float]] = {
@@ -63,7 +63,7 @@ def _cost_table() -> Part:
 
 
 def _line(name: str, network: Network) -> tuple[float, float]:
-    """Start-up and time per byte of an all-reduce, from the simulated times of two sizes."""
+    """Return the start-up and the time per byte of an all-reduce, from simulations of two sizes."""
     ops = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
     sizes = (2**20, 2**24)
     small_s, large_s = (
@@ -76,7 +76,7 @@ def _line(name: str, network: Network) -> tuple[float, float]:
 
 @cache
 def _job(model: str) -> Workload:
-    """The model with one tensor per learnable layer, as the paper counts messages."""
+    """Return the model with one tensor per learnable layer, because the paper counts messages by layer."""
     job = zoo.workload(model, batch_size=_MODELS[model], device="k80")
     layers: dict[str, list[Tensor]] = {}
     for tensor in job.tensors:
@@ -109,7 +109,7 @@ def _efficiency(model: str, nodes: int, scheduler: str) -> float:
 
 
 def _network() -> Part:
-    """Fig. 5: (a) sizes of gradients, (b) times of an all-reduce."""
+    """Compute the sizes of gradients and the times of an all-reduce (Figs. 5a and 5b)."""
     cells = [
         Cell("Fig. 5", f"start-up on {n} nodes", "s", seconds, _cluster(n).cost().alpha_s)
         for n, seconds in _STARTUP_S.items()
@@ -156,7 +156,7 @@ def _speedups(figure: str, model: str, nodes: int) -> list[Cell]:
 
 
 def _measured(figure: str, model: str) -> Callable[[], Part]:
-    """Figs. 6 and 7: 2, 4 and 8 real nodes."""
+    """Compute the speedups on 2, 4 and 8 nodes, which the paper measured (Figs. 6 and 7)."""
 
     def part() -> Part:
         nodes = (2, 4, 8)
@@ -179,7 +179,7 @@ def _fastest(model: str, nodes: tuple[int, ...]) -> list[bool]:
 
 
 def _breakdown() -> Part:
-    """Fig. 8: exposed communication."""
+    """Compute exposed communication (Fig. 8)."""
     cells, figures = [], []
     for model in _MODELS:
         exposed = {
@@ -198,7 +198,7 @@ def _breakdown() -> Part:
 
 
 def _simulated() -> Part:
-    """Fig. 9: 4 to 64 simulated nodes."""
+    """Compute the speedups on 4 to 64 nodes, which the paper simulated (Fig. 9)."""
     cells: list[Cell] = []
     for model in _MODELS:
         cells += _speedups("Fig. 9", model, 64)
@@ -231,8 +231,8 @@ PAPER = Paper(
         "Fig. 5 (b), measured points": "a measurement of their cluster, printed only as a picture",
         "Figs. 6 and 7, TensorFlow": "a measurement of TensorFlow 1.3's parameter servers; no number is printed",
         "Fig. 6 and 7, the gain over WFBP on 8 nodes": (
-            "with the start-up that the paper measured (633.64 us) the backward pass hides all of WFBP's messages but "
-            "the last; the published 1.2x needs the 1.2 ms that section I implies, and overheads of B-Caffe"
+            "with the start-up that the paper measured (633.64 us), the backward pass hides all messages of WFBP but "
+            "the last one; the published 1.2x needs the 1.2 ms that section I implies, and overheads of B-Caffe"
         ),
         "Convergence (13 epochs)": "merging does not change what is computed; no accuracy is printed",
     },

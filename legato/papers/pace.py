@@ -1,15 +1,15 @@
 """Preemptive All-reduce Scheduling for Expediting Distributed DNN Training (Bao, Peng, Chen, Wu, INFOCOM 2020).
 
-The setting is section VI's: one GTX 1080Ti per worker, ring all-reduce,
-Horovod with the defaults of the time (a cycle of 5 ms, fusion up to 64 MiB). The
-start-up of an all-reduce is not printed; a latency of 30 us per hop is assumed
-for all models and bandwidths. For TicTac on all-reduces, only its order is used:
+The setting is from section VI: one GTX 1080Ti per worker, ring all-reduce, and
+Horovod with its defaults of that time (a cycle of 5 ms, fusion up to 64 MiB). The
+paper does not print the start-up of an all-reduce; a latency of 30 us per hop is assumed
+for all models and bandwidths. Of TicTac, only its order is used for all-reduces:
 whole tensors, in the order in which they are read, without fusion.
 
-The compute time of VGG-16 is fitted, as `VGG_SPEEDUP`. By the zoo's FLOPs, a
-batch of 64 takes 1.09 s, longer than the communication at any bandwidth of Fig.
-9. The largest gain is published at 12 Gbps; there, communication takes as long
-as computation if the latter takes about half of that time.
+The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a
+batch of 64 takes 1.09 s, which is longer than the communication at any bandwidth of
+Fig. 9. But the largest published gain is at 12 Gbps, where communication takes as
+long as computation if computation takes about half of that time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from legato.simulator.collective import iteration_time, simulate
 
 __all__ = ["PAPER", "VGG_SPEEDUP"]
 
-#: The one fitted constant: a GTX 1080Ti computes VGG-16 this much faster than half its peak (Winograd convolutions).
+#: The only fitted constant: the speed of VGG-16 on a GTX 1080Ti over half the peak (Winograd convolutions are faster).
 VGG_SPEEDUP = 2.0
 _LATENCY_S = 30e-6
 #: Table II: millions of parameters, all-reduce operators.
@@ -45,7 +45,7 @@ _SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "TicTac": ("p3", {"slice_bytes": 2**40}),
     "PACE": ("pace", {}),
 }
-#: Section VI.C: the range over the four models at 10 Gbps of PACE's gain.
+#: Section VI.C: the range of PACE's gain at 10 Gbps over the four models.
 _GAINS_10G = {"WFBP": (0.20, 0.36), "Horovod": (0.03, 0.32), "TicTac": (0.13, 0.21)}
 #: Section VI.D: PACE's gain over Horovod on 12 workers: model, Gbps, gain.
 _GAINS_12_WORKERS = [
@@ -92,7 +92,7 @@ def _models() -> Part:
 
 
 def _workers() -> Part:
-    """Fig. 8: 10 Gbps, total speed against the number of workers."""
+    """Compute the total speed by the number of workers at 10 Gbps (Fig. 8)."""
     cells = []
     for name, bounds in _GAINS_10G.items():
         gains = [_gain(model, 16, 10, name) for model in _TABLE_2]
@@ -119,7 +119,7 @@ def _workers() -> Part:
 
 
 def _bandwidths() -> Part:
-    """Fig. 9: 12 workers, speed against bandwidth."""
+    """Compute the speed of 12 workers by bandwidth (Fig. 9)."""
     cells = [
         Cell("Fig. 9", f"{_LABELS[model]} at {gbps} Gbps", "speed over Horovod", 1 + gain, ours)
         for model, gbps, gain in _GAINS_12_WORKERS
@@ -142,7 +142,7 @@ def _bandwidths() -> Part:
 
 
 def _usage() -> Part:
-    """Fig. 10: 12 workers at 10 Gbps, the share of an iteration in which the network is busy."""
+    """Compute the share of an iteration during which the network is busy, for 12 workers at 10 Gbps (Fig. 10)."""
     shares: dict[str, list[float]] = {"PACE": [], "Horovod": []}
     cluster = _cluster(12, 10)
     for model in _TABLE_2:
@@ -177,8 +177,8 @@ PAPER = Paper(
         "Fig. 10, traffic every 5 ms": "a measurement, printed only as a picture; the share of busy time is compared",
         "absolute speeds of Figs. 8 and 9": "printed only as pictures; the gains in the text are compared",
         "ResNet50 above 10 Gbps": (
-            "PACE's own model partitions a tensor at no cost. Here every partition has a start-up, as on a "
-            "network, and its many partitions make it slower than Horovod where communication is short"
+            "in the paper's model, partitioning a tensor costs nothing; here every partition has a start-up, as on a "
+            "network, so PACE's many partitions make it slower than Horovod if communication is short"
         ),
     },
 )

@@ -1,4 +1,4 @@
-"""A paper's figures, on one self-contained page or as files, with those published numbers that the paper prints."""
+"""Draw the figures of a paper on one self-contained page or as files, with the numbers that the paper prints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STYLE = "body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;pa
 
 
 def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Figure]) -> None:
-    """Write the figures as one HTML file that needs no network, or each as an SVG or PDF file.
+    """Write the figures as one HTML file that needs no network, or each figure as an SVG or PDF file.
 
-    Raises `FileError`, and `InputError` where plotly, the extra `legato[report]`, is not installed.
+    Raises `FileError`, and `InputError` if plotly (the extra `legato[report]`) is not installed.
     """
     try:
-        import plotly.offline  # heavy, and needed for figures only
+        import plotly.offline  # slow to import, and only figures need it
     except ModuleNotFoundError:
         raise missing_extra("plotly", "report", "a page of figures") from None
 

@@ -1,4 +1,4 @@
-"""The result of a reproduction: cells with a published value and ours, and figures."""
+"""The result of a reproduction: figures, and cells that have a published value and ours."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ __all__ = ["Cell", "Figure", "Paper", "Part", "claim", "select"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A published number and ours, in the same unit; `table` says where it is printed ("Table 4", "Fig. 9", "8.2.1").
+    """A published number and ours, in the same unit.
 
-    For a claim in words, `published` is 1, and `ours` is the share of the checked
-    cases in which it holds. `published` is None if the paper prints no values for
-    a figure, so that only its shape can be compared.
+    `table` says where the number is printed ("Table 4", "Fig. 9", "8.2.1"). For a claim in words, `published` is 1, and
+    `ours` is the share of the checked cases in which the claim holds. `published` is None if the paper prints no value.
     """
 
     table: str
@@ -26,11 +25,11 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Ours divided by the published value; None if there is none, or it is zero."""
+        """Return our value divided by the published value, or None if the published value is zero or missing."""
         return self.ours / self.published if self.published else None
 
     def as_row(self, paper: str) -> dict[str, Any]:
-        """Return this cell as an object in the JSON output of `legato reproduce`."""
+        """Return this cell as `legato reproduce --json` prints it."""
         return {
             "paper": paper,
             "table": self.table,
@@ -46,7 +45,7 @@ class Cell:
 class Figure:
     """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text.
 
-    Names of what the paper prints end in `published`: such values are points next to the curves.
+    The name of a curve with values from the paper ends in `published`; it is drawn as points.
     """
 
     label: str
@@ -61,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The result of one table, figure or section."""
+    """The result of reproducing one table, figure or section."""
 
     cells: tuple[Cell, ...] = ()
     figures: tuple[Figure, ...] = ()
@@ -69,11 +68,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper's parts, by the label of the table or figure; calling a part computes it.
+    """A paper with its parts, by the label of the table or figure; calling a part computes it.
 
-    `constants` maps every number that the paper does not print to the value it is
-    fitted to, or the reason for assuming it; `left_out` maps every part that is
-    not reproduced to the reason.
+    `constants` has every number that the paper does not print, and says what it is
+    fitted to or why it is assumed. `left_out` has every part that is
+    not reproduced, and the reason.
     """
 
     name: str
@@ -84,12 +83,12 @@ class Paper:
 
 
 def claim(table: str, row: str, column: str, holds: Sequence[bool]) -> Cell:
-    """Return the cell of a claim in words, given whether it holds in each of the checked cases."""
+    """Return the cell of a claim in words; `holds` says in which of the checked cases the claim holds."""
     return Cell(table, row, column, 1.0, sum(holds) / len(holds))
 
 
 def select(paper: Paper, table: int | None = None, figure: int | None = None) -> list[str]:
-    """Return the labels of all parts, or only one table's and one figure's."""
+    """Return the labels of all parts, or only of the table and the figure with these numbers."""
     if table is None and figure is None:
         return list(paper.parts)
     wanted = {f"Table {table}", f"Fig. {figure}"}

@@ -1,11 +1,11 @@
 """TicTac: Accelerating Distributed Deep Learning with Communication Scheduling (Hashemi et al., SysML 2019).
 
-The settings are section 6's: *env_G*, one K80 per worker on Azure with 10
-Gbps, and *env_C*, CPUs on 1 GbE. Servers hold whole variables in turn; the
-baseline pulls them in a random order; training is timed from barrier to barrier,
+The settings are from section 6: *env_G*, one K80 per worker on Azure with 10
+Gbps, and *env_C*, CPUs on 1 GbE. Whole variables are assigned to servers in turn. The
+baseline pulls them in a random order. Training is timed from barrier to barrier, and
 inference from the first pull to the end of the forward pass. Nothing is fitted.
-No compute time is printed for env_C: a forward pass is assumed to take as long as
-its transfers; the order matters most there.
+The paper prints no compute time for env_C: a forward pass is assumed to take as long as
+its transfers, because the order matters most then.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _TABLE_1 = {
     "vgg-19": (38, 548.05, 32, 857),
 }
 _WORKERS, _SERVERS, _BATCHES = (4, 8, 16), (1, 2, 4), (0.5, 1.0, 2.0)
-#: The baseline is the mean over these random orders.
+#: The seeds of the random orders; the baseline is their mean.
 _SEEDS = range(4)
-#: Section 6.2: 1,000 runs in the paper.
+#: The number of runs of section 6.2; the paper has 1,000.
 _RUNS = 200
-#: How much computation differs from run to run (sigma of a lognormal factor): the same authors find "less than 3%
-#: error in the worst case" (Caramel, 4.1). Without noise N and C are constant, and the overlap coefficient is always
-#: a linear function of T.
+#: How much computation varies between runs (sigma of a lognormal factor): the same authors find "less than 3% error in
+#: the worst case" (Caramel, 4.1). Without noise, N and C are constant, so the overlap coefficient is always a linear
+#: function of T.
 _NOISE = 0.01
 _KINDS = ("training", "inference")
 
@@ -64,7 +64,7 @@ def _job(model: str, batch: float) -> Workload:
 def _seconds(
     model: str, batch: float, workers: int, servers: int, scheduler: str, seed: int = 0
 ) -> tuple[float, float]:
-    """Seconds of an iteration of training, and of inference."""
+    """Return the seconds of an iteration of training, and of inference."""
     job, cluster = _job(model, batch), _cluster(workers, servers, _GPU_BPS)
     return _simulate(job, cluster, _plan(scheduler, job, cluster, seed))[:2]
 
@@ -83,7 +83,7 @@ def _plan(scheduler: str, job: Workload, cluster: Cluster, seed: int) -> Plan:
 def _simulate(
     job: Workload, cluster: Cluster, plan: Plan, seed: int = 0, noise: float = 0.0
 ) -> tuple[float, float, float]:
-    """Seconds of training and of inference, and the overlap coefficient of inference on the first worker."""
+    """Return the seconds of training and of inference, and the overlap coefficient of inference on the first worker."""
     network = Network(
         workers=cluster.workers,
         bandwidth_bps=cluster.bandwidth_bps or _GPU_BPS,
@@ -96,13 +96,13 @@ def _simulate(
     done = simulate_flow(job, plan, servers, network, keep_transfers=False)
     inference_s = float(done.forward_end_s[0].max())
     compute_s = sum(op.duration_s for op in job.ops if op.phase == "forward") * float(network.slowdown(1)[0, 0])
-    # All pulls are requested at the start: the network is busy until the last byte arrives.
+    # All pulls are requested at the start, so the network is busy until the last byte arrives.
     network_s = float(done.received_s[0].max())
     return done.iteration_s, inference_s, overlap_coefficient(network_s, compute_s, inference_s)
 
 
 def _gain(kind: str, model: str, batch: float, workers: int, servers: int, scheduler: str = "tic") -> float:
-    """Throughput over the mean of the random orders."""
+    """Return the throughput over the mean throughput of the random orders."""
     k = _KINDS.index(kind)
     baseline = [_seconds(model, batch, workers, servers, "random", seed)[k] for seed in _SEEDS]
     return sum(baseline) / len(baseline) / _seconds(model, batch, workers, servers, scheduler)[k]
@@ -119,7 +119,10 @@ def _models() -> Part:
 
 
 def _scaling(label: str, title: str, axis: str, settings: dict[float, tuple[float, int, int]]) -> Callable[[], Part]:
-    """Figs. 9 to 11: throughput of TIC over the random order; `settings` maps x to (batch, workers, servers)."""
+    """Compute TIC's throughput over the random order (Figs. 9 to 11).
+
+    `settings` maps x to (batch, workers, servers).
+    """
 
     def part() -> Part:
         gains = {
@@ -154,7 +157,7 @@ def _scaling(label: str, title: str, axis: str, settings: dict[float, tuple[floa
 
 
 def _sizes() -> Part:
-    """Fig. 12: gain against the size of the graph."""
+    """Compute the gain by the size of the graph (Fig. 12)."""
     models = sorted(_TABLE_1, key=lambda model: _TABLE_1[model][3])
     ops = [float(_TABLE_1[model][3]) for model in models]
     cells, curves = [], {}
@@ -170,7 +173,7 @@ def _sizes() -> Part:
 
 @cache
 def _runs() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Inception v2 in env_C: [run, (seconds, overlap)] of inference, in random orders and with TAC."""
+    """Return [run, (seconds, overlap)] of inference with Inception v2 in env_C, for random orders and for TAC."""
     job = _job("inception-v2", 1.0)
     forward_s = sum(op.duration_s for op in job.ops if op.phase == "forward")
     job = zoo.scale_compute(job, forward_s / (job.nbytes * 8 / _CPU_BPS))
@@ -181,7 +184,7 @@ def _runs() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _regression() -> Part:
-    """Fig. 13: (a) step time against overlap, (b) consistency."""
+    """Compute the step time by overlap, and the consistency of step times (Figs. 13a and 13b)."""
     (seconds, overlap), (tac_s, tac_overlap) = (found.T for found in _runs())
     r2 = float(np.corrcoef(seconds, overlap)[0, 1] ** 2)
     normalized = {"random": np.sort(tac_s.min() / seconds), "TAC": np.sort(tac_s.min() / tac_s)}
@@ -209,7 +212,7 @@ def _regression() -> Part:
 
 
 def _stragglers() -> Part:
-    """Fig. 14: with a random order per worker, workers wait for the slowest; with TIC all have the same order."""
+    """Compute how long workers wait for the slowest, with a random order per worker or with TIC's order (Fig. 14)."""
     cells, waits = [], []
     for model in _TABLE_1:
         times = [_seconds(model, 1.0, 4, 1, "random", seed)[1] for seed in range(8)]
@@ -222,7 +225,7 @@ def _stragglers() -> Part:
 
 
 def _tic_and_tac() -> Part:
-    """Fig. 15, here on env_G."""
+    """Compute TIC and TAC (Fig. 15), here in env_G."""
     tic, tac = ([_gain("inference", model, 1.0, 4, 1, name) for model in _TABLE_1] for name in ("tic", "tac"))
     near = [abs(a / b - 1) < 0.05 for a, b in zip(tic, tac, strict=True)]
     curves = {"TIC": (list(_TABLE_1), tic), "TAC": (list(_TABLE_1), tac)}
@@ -252,9 +255,9 @@ PAPER = Paper(
         "Table 1, #Ops": "nodes of a TensorFlow graph, with its constants and summaries; legato's ops are kernels",
         "Figs. 9 to 12, values": "printed only as pictures; the extremes and trends in the text are compared",
         "Fig. 8": "training InceptionV3 on ImageNet: an order of transfers changes no value",
-        "Fig. 13, the noise of their runs": "not printed; a sigma of 1% of computation is assumed, and decides R2",
+        "Fig. 13, the noise of their runs": "not printed; a sigma of 1% of computation is assumed, which determines R2",
         "Fig. 14, per-worker orders": (
-            "a plan is one order for all workers; the spread of the times of different orders stands for it"
+            "a plan has one order for all workers; the spread of times over different orders is used instead"
         ),
         "Fig. 15 in env_C": "no compute time of its CPUs is printed; compared in env_G",
     },

@@ -2,6 +2,6 @@
 
 `html` writes a report, one self-contained page with the tables and figures of
 workloads (`sections`, `schedulers`, `timelines`, `workloads`, `idle`) and of
-sweeps (`sweeps`). `perfetto` writes timelines as a Chrome trace. `doubts` says what
-speaks against a measurement.
+sweeps (`sweeps`). `perfetto` writes timelines as a Chrome trace. `doubts` finds
+reasons not to trust a measurement.
 """

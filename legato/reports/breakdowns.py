@@ -25,7 +25,7 @@ PARTS = {
     "data": ("@message", "."),
     "optimizer": ("@optimizer", ""),
 }
-#: Of the lines of patterns.
+#: The colour of the lines of patterns.
 _LIGHT = "rgba(255, 255, 255, .3)"
 _MOST_BARS = 20
 _ROW = 46  # pixels of a bar with its name above
@@ -33,7 +33,7 @@ _BAR, _TOP = 0.44, 0.76  # the height of a bar, and from its centre to the upper
 
 
 def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool]]:
-    """Say how long the first step takes and how much of it is communication, as pieces of (text, bold?)."""
+    """Return a sentence on the first step's time and exposed communication, as pieces of (text, bold?)."""
     step = charts[0].bars[0]
     exposed_s = sum(seconds for part, seconds in step.parts.items() if part not in ("computing", "bubble", "optimizer"))
     words = [("A step takes ", False), (format_seconds(step.seconds), True), (f" with {step.name}", False)]
@@ -45,7 +45,10 @@ def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool
 
 
 def breakdown_charts(charts: Sequence[BreakdownChart], number: int, figures: dict[str, Any]) -> list[dict[str, str]]:
-    """The values that the template needs for each chart; adds the figures, which share a scale, to `figures` by id."""
+    """Return the values that the template needs for each chart, and add its figure to `figures` by id.
+
+    All charts share one scale.
+    """
     drawn = [chart.bars[:_MOST_BARS] for chart in charts]
     longest_s = max(bar.seconds for bars in drawn for bar in bars)
     found = []
@@ -58,7 +61,7 @@ def breakdown_charts(charts: Sequence[BreakdownChart], number: int, figures: dic
 
 
 def draw_breakdowns(bars: Sequence[Breakdown], longest_s: float) -> dict[str, Any]:
-    """The figure: a bar for each step, from the top, on an axis of time up to `longest_s`."""
+    """Return the figure, with a bar for each step from the top, on a time axis up to `longest_s`."""
     unit, scale = time_unit(longest_s) if longest_s < 1 else ("s", 1.0)
     traces = []
     for part, (colour, pattern) in PARTS.items():
@@ -86,7 +89,7 @@ def draw_breakdowns(bars: Sequence[Breakdown], longest_s: float) -> dict[str, An
 def _trace(
     part: str, colour: str, pattern: str, bars: Sequence[Breakdown], rows: Sequence[int], scale: float
 ) -> dict[str, Any]:
-    """One part of all steps that have it."""
+    """Return the trace of one part, for all steps that have this part."""
     shares = [percent(bar.parts[part] / bar.seconds) for bar in bars]
     times = [format_seconds(bar.parts[part]) for bar in bars]
     dim = part == "bubble"

@@ -1,4 +1,4 @@
-"""Doubts about a measurement: what the measured times say against the calibration, and against each other."""
+"""Reasons to doubt a measurement: measured times that contradict the calibration, or that vary too much."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from legato.core.text import percent
 
 __all__ = ["doubts", "spread"]
 
-#: A measured time that is below a lower bound by more than this share contradicts it. Predictions for quiet machines
-#: are off by a per cent (docs/rehearsal.md), and the bound is made of the same costs.
+#: A measured time contradicts a lower bound if it is below it by more than this share. On quiet machines, predictions
+#: are about 1% off (docs/rehearsal.md), and the bound is computed from the same costs.
 _BELOW = 0.02
-#: The largest `spread` that iterations have on a quiet machine.
+#: The largest `spread` of iterations on a quiet machine.
 _SPREAD = 0.1
-#: Fewer iterations have no quartiles worth the name.
+#: The fewest iterations for which quartiles are computed.
 _FEWEST = 4
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """The distance between the quartiles as a share of the median, which single late iterations do not change."""
+    """Return the distance between the quartiles as a share of the median; a few slow iterations do not change it."""
     if len(seconds) < _FEWEST:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, method="inclusive")
@@ -27,7 +27,7 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def doubts(measured: Mapping[str, Sequence[float]], bounds: Mapping[str, float]) -> list[str]:
-    """One sentence for each doubt about iterations (seconds by plan), given lower bounds (seconds by plan)."""
+    """Return one sentence for each reason to doubt these measured iterations and lower bounds (seconds by plan)."""
     found = []
     below = {n: 1 - statistics.median(measured[n]) / bound for n, bound in bounds.items() if bound > 0}
     below = {name: share for name, share in below.items() if share > _BELOW}
@@ -41,8 +41,8 @@ def doubts(measured: Mapping[str, Sequence[float]], bounds: Mapping[str, float])
     wide = max(spreads, key=lambda name: spreads[name], default="")
     if wide and spreads[wide] > _SPREAD:
         found.append(
-            f"the machine was busy while measuring: the quartiles of the iterations of {wide} are "
-            f"{percent(spreads[wide], 0)} of their median apart (at most {percent(_SPREAD, 0)} on a quiet machine); "
-            "run it again"
+            f"the machine was busy while measuring: the distance between the quartiles of the iterations of {wide} is "
+            f"{percent(spreads[wide], 0)} of their median (at most {percent(_SPREAD, 0)} on a quiet machine); run it "
+            "again"
         )
     return found

@@ -1,4 +1,4 @@
-"""Shared by all figures of the page: layout, axes and labels.
+"""The layout, axes and labels that all figures of the page share.
 
 A figure is a plain JSON value, {"data", "layout"}, that plotly.js draws.
 Colours are names that begin with `@`; the page's script replaces them with the
@@ -12,20 +12,20 @@ from typing import Any
 
 __all__ = ["BUTTONS", "axis", "label", "layout"]
 
-#: The height of plotly's buttons in pixels; the page shows them below the figure, where they cover nothing.
+#: The height of plotly's buttons in pixels. The page shows them below the figure, so that they cover nothing.
 BUTTONS = 28
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 
 def label(text: str, most: int = 90) -> str:
-    """A name of at most `most` characters that plotly shows literally: plotly interprets a subset of HTML."""
+    """Return a name cut to `most` characters and escaped, because plotly interprets some HTML."""
     shown = text if len(text) <= most else f"{text[: most - most // 3]}…{text[1 - most // 3 :]}"
     return html.escape(shown, quote=False)
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """An axis with its title."""
+    """Return an axis with its title."""
     return {
         "gridcolor": "@grid",
         "zeroline": False,
@@ -38,7 +38,7 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def layout(**more: Any) -> dict[str, Any]:
-    """The layout that all figures have in common."""
+    """Return the common layout of all figures, with `more` settings."""
     return {
         "paper_bgcolor": "@paper",
         "plot_bgcolor": "@paper",

@@ -1,12 +1,12 @@
 """The report: one HTML file that opens without a network connection.
 
 [Note: names are not trusted] The names of ops, tensors and workloads come from
-foreign traces. In the page jinja escapes them; the figures' JSON contains no `<`
-(`_json`); and plotly, which interprets some HTML in labels, gets them escaped
-(`figures.label`). In addition, the page's content security policy loads nothing
-from the network and allows only its two scripts, by their hashes.
+traces of other programs. In the page, jinja escapes them. The figures' JSON contains
+no `<` (`_json`), and labels are escaped for plotly, which interprets some HTML
+(`figures.label`). In addition, the page's content security policy forbids loading
+from the network, and allows only the page's two scripts, by their hashes.
 
-[Note: plotly waits] plotly.js takes longer to start than the rest of the page. It is
+[Note: plotly starts late] plotly.js takes longer to start than the rest of the page. It is
 in the page as text, which the page's own script runs when a figure comes into view.
 """
 
@@ -39,11 +39,11 @@ _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 
 
 def render(report: Report) -> str:
-    """The page as text, about 5 MB, most of it plotly.js.
+    """Return the HTML of the page: about 5 MB, most of which is plotly.js.
 
-    Raises `InputError` when plotly or jinja2, the extra `legato[report]`, is not installed.
+    Raises `InputError` if plotly or jinja2 (the extra `legato[report]`) is not installed.
     """
-    # Imported here: only a report needs them, and they are heavy.
+    # These imports are slow, and only a report needs them.
     try:
         import jinja2
         import plotly.offline
@@ -76,21 +76,21 @@ def render(report: Report) -> str:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the page to a file completely or not at all, or, if its name ends in .svg or .pdf, only the figures.
+    """Write the page to a file, or only its figures if the name ends in .svg or .pdf. An error leaves no partial file.
 
-    Raises `FileError`, and `InputError` as `render` and `write_figures` do.
+    Raises `FileError`, and `InputError` like `render` and `write_figures`.
     """
     if Path(path).suffix not in FORMATS:
         write_text(path, render(report))
         return
     *_, figures = _parts(report)
     if not figures:
-        raise InputError(f"{path}: nothing to draw (expected what has a figure; .html has the tables)")
+        raise InputError(f"{path}: nothing to draw (expected values with a figure; .html files have the tables)")
     write_figures(path, sorted(figures.values(), key=lambda figure: "spans" not in figure))
 
 
 def _parts(report: Report) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """The values for the template: of models and of sweeps; and the figures by id."""
+    """Return the values that the template needs for models and for sweeps, and the figures by id."""
     figures: dict[str, Any] = {}
     sections = [section(model, number, figures) for number, model in enumerate(report.models)]
     return sections, sweep_sections(report.sweep, figures), figures
@@ -101,12 +101,12 @@ def _asset(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON for a script element: pure ASCII, without `<`, `>` and `&`."""
+    """Return JSON for a script element: pure ASCII, without `<`, `>` and `&`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(*scripts: str) -> str:
-    """The content security policy: only these scripts, inline styles and inline images; no network."""
+    """Return a content security policy that allows only these scripts, inline styles and inline images."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"

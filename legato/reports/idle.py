@@ -1,4 +1,4 @@
-"""Idle time: what computation waits for, how much each message and tensor costs, and a sentence that sums it up."""
+"""Idle time: what computation waits for, how much each message and tensor costs, and a sentence that summarizes it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from legato.core.units import format_seconds
 
 __all__ = ["Wait", "drawn_worker", "idle_causes", "idle_costs", "idle_gaps", "idle_sentence", "waits"]
 
-#: A share of an iteration that is a rounding error.
+#: A smaller share of an iteration is a rounding error.
 _ROUNDING = 1e-9
-#: A message caused a gap when the two end within this share of an iteration of each other.
+#: A message counts as the cause of a gap if both end at the same time, within this share of an iteration.
 _TOLERANCE = {"predicted": 1e-6, "measured": 5e-3}
 #: The sentence names the most expensive tensors that together cost this share of the idle time, at most five.
 _ENOUGH = 0.8
 _MOST_NAMED = 5
 _SUBJECTS = ("", "this {}", "these two {}s", "these three {}s", "these four {}s", "these five {}s")
-#: Messages of several tensors are called "first +2", those in traces by their kind and number.
+#: A message of several tensors is named like "first +2"; a message in a trace is named by its kind and number.
 _MESSAGE = re.compile(r" \+ ?\d+$|^(all|broadcast|gather|recv|reduce|scatter|send|unknown)[_a-z]* \d+$")
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Seconds for which computation waited for one message, or one of its tensors, in `gaps` gaps.
+    """The time that computation waited for one message, or one of its tensors, in `gaps` gaps.
 
-    `message` is None for idle time in which no message was in flight.
+    `message` is None for idle time during which no message was in flight.
     """
 
     message: str | None
@@ -38,12 +38,12 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 def drawn_worker(timeline: Timeline) -> int:
-    """The worker that the page shows: the one with the lowest number."""
+    """Return the worker that the page shows, which has the lowest number."""
     return min((s.worker for s in timeline.spans), default=0)
 
 
 def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
-    """(start, end) in seconds of every gap in a worker's computation, from 0 to the end of the iteration."""
+    """Return (start, end) in seconds of every gap in a worker's computation, from 0 to the end of the iteration."""
     computing = merge_intervals(
         (s.start_s, s.end_s) for s in timeline.spans if s.worker == worker and s.kind != "message"
     )
@@ -56,13 +56,11 @@ def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
 
 
 def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float, dict[str | None, float]]]:
-    """(start, end, seconds by message) of every gap; None stands for time in which no message was in flight.
+    """Return (start, end, seconds by message) of every gap; the key None has time without a message in flight.
 
-    The part of a gap in which messages are in flight is attributed to the one
-    that ends when the gap ends (if there are several, to the one that started
-    last). If there is none, each moment of it is divided equally among the
-    messages in flight. The rest is not communication: in a measured timeline, the
-    host was late with the next op.
+    If a message ends when the gap ends, it causes all of the gap during which messages are in flight. (Of several such
+    messages, the cause is the one that started last.) Otherwise, each moment is divided equally among the messages in
+    flight. The rest of a gap is not communication: in a measured timeline, the host was late with the next op.
     """
     messages = [s for s in timeline.spans if s.worker == worker and s.kind == "message"]
     messages.sort(key=lambda span: span.start_s)
@@ -81,7 +79,7 @@ def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float,
 
 
 def _divided(start: float, end: float, messages: Sequence[Span]) -> dict[str | None, float]:
-    """The gap's seconds by message, each moment divided equally among the messages in flight."""
+    """Return the seconds of the gap by message, with each moment divided equally among the messages in flight."""
     over = [m for m in messages if m.start_s < end and m.end_s > start]
     edges = sorted({start, end} | {t for m in over for t in (m.start_s, m.end_s) if start < t < end})
     shares: dict[str | None, float] = {}
@@ -93,7 +91,7 @@ def _divided(start: float, end: float, messages: Sequence[Span]) -> dict[str | N
 
 
 def waits(timeline: Timeline, worker: int = 0) -> list[Wait]:
-    """The sums of `idle_causes` by message, the largest first."""
+    """Return the sums of `idle_causes` by message, the largest first."""
     cost: dict[str | None, float] = {}
     gaps: dict[str | None, int] = {}
     for _, _, shares in idle_causes(timeline, worker):
@@ -108,10 +106,10 @@ def _largest_first(found: list[Wait]) -> list[Wait]:
 
 
 def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], bool]:
-    """Return what the drawn worker waits for, the largest first, and whether the names are tensors (else messages).
+    """Return what the drawn worker waits for, longest first, and whether the names are tensors rather than messages.
 
-    If a plan has the timeline's name and its messages, the cost of each message
-    is divided among its tensors in proportion to their bytes.
+    If a plan has the timeline's name and messages, the cost of each message is divided among its tensors in proportion
+    to their bytes.
     """
     every = waits(timeline, drawn_worker(timeline))
     plan = next((plan for plan in plans if plan.scheduler == timeline.name), None)
@@ -129,7 +127,7 @@ def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wai
 
 
 def _contents(plan: Plan) -> dict[str, dict[str | None, int]]:
-    """The bytes of each tensor by the messages' names; messages of one name are added up."""
+    """Return the bytes of each tensor in each message, by message name; messages with the same name are added up."""
     inside: dict[str, dict[str | None, int]] = {}
     for message in plan.messages:
         first, more = message.slices[0].tensor, len(message.slices) - 1

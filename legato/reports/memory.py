@@ -1,4 +1,4 @@
-"""Time over memory: a point for each way to train, above what no way can beat."""
+"""A plot of time over memory: a point for each way to train, and the line that no way can beat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GIB, _S = 2**30, 1e-3
 
 
 def draw_memory(points: Sequence[MemoryPoint]) -> dict[str, Any]:
-    """The figure: memory in GiB along x (logarithmic), milliseconds along y."""
+    """Return the figure, with memory in GiB along x (logarithmic) and milliseconds along y."""
     ordered = sorted(points, key=lambda point: point.nbytes)
     bounds = [(point.nbytes / _GIB, point.bound_s) for point in ordered if point.bound_s is not None]
-    # More memory never makes the bound higher.
+    # The bound never rises with memory.
     least = list(itertools.accumulate((seconds for _, seconds in bounds), min))
     traces: list[dict[str, Any]] = []
     if bounds:

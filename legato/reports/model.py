@@ -1,4 +1,4 @@
-"""The contents of a report as plain values, which any command can fill in."""
+"""The contents of a report as plain values, which any command can create."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = [
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One scheduler's plan for one workload; `legato plan --json` prints it.
 
-    `iteration_s` is the predicted iteration time, `lower_bound_s` a bound that
-    no plan with such messages can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
-    time that planning took, or None if unknown. A plan that is not `runnable` can only be simulated.
-    `rounded` is the fraction of the gradients' bytes that travel in a wire format.
+    `iteration_s` is the predicted iteration time. No plan with the same kind of messages can be faster than
+    `lower_bound_s`, and `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the time that planning took, or None if
+    unknown. A plan that is not `runnable` can only be simulated. `rounded` is the fraction of the gradients' bytes that
+    are sent in a wire format.
     Raises `InputError` if a number is not finite, a time is negative, or a fraction is not from 0 to 1.
     """
 
@@ -67,11 +67,10 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cell of a sweep.
 
-    `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds.
-    `speedup` is relative to the sweep's first fabric and
-    scheduler on the same cluster. `anomaly` names less of one axis that is faster,
-    such as `bandwidth_bps=1e+09` (`legato.sweeps.anomalies`). Results that a cell does
-    not have are None; if it has none at all, `error` says why.
+    `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds. `speedup` is relative
+    to the sweep's first fabric and scheduler on the same cluster. If a cell with a slower link, more latency or fewer
+    servers is faster, `anomaly` names its value, such as `bandwidth_bps=1e+09` (`legato.sweeps.anomalies`). Results
+    that a cell does not have are None; if it has no results at all, `error` says why.
     """
 
     workload: str
@@ -92,12 +91,12 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """The iteration, as there is nothing to divide it into; nothing for a cell without a result."""
+        """Return the iteration as its only part, or nothing for a cell without a result."""
         return {} if self.iteration_s is None else {"iteration": self.iteration_s}
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row as `legato sweep --json` prints it, with each axis as a field."""
+        """Return the row as `legato sweep --json` prints it, with each axis as a field."""
         parts = (
             (self.axes if name == "axes" else {name: value}) for name, value in msgspec.structs.asdict(self).items()
         )
@@ -105,7 +104,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextTable(msgspec.Struct, frozen=True):
-    """A table of text, which a console and a page show alike: a title, the heads of its columns, and rows of cells."""
+    """A table of text for consoles and pages: a title, column heads, and rows of cells."""
 
     title: str
     heads: tuple[str, ...]
@@ -113,7 +112,7 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 class MemoryPoint(msgspec.Struct, frozen=True):
-    """A way to train that takes `seconds` and `nbytes` on each GPU; none takes less than `bound_s` in that memory."""
+    """The time (`seconds`) and the memory per GPU of one way to train; `bound_s` bounds the time in that memory."""
 
     name: str
     nbytes: int
@@ -123,9 +122,10 @@ class MemoryPoint(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """A predicted step of a job in words: the `seconds` of the step and of its `parts` (`report/breakdowns.py`).
+    """A predicted step of a job: the `seconds` of the step and of each of its `parts` (`reports/breakdowns.py`).
 
-    `facts` stand after the name, `note` after the time. Raises `InputError` if the parts are not the step.
+    `facts` are written after the name, and `note` after the time. Raises `InputError` if the parts do not add up to the
+    step.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Breakdown(msgspec.Struct, frozen=True):
 
 
 class BreakdownChart(msgspec.Struct, frozen=True):
-    """Steps to compare, at least one, drawn in this order; `hint` says in sentences what is drawn."""
+    """A chart that compares at least one step, in the order of `bars`; `hint` explains the chart in sentences."""
 
     title: str
     hint: str
@@ -152,16 +152,14 @@ class BreakdownChart(msgspec.Struct, frozen=True):
 class ModelReport(msgspec.Struct, frozen=True):
     """Everything known about one workload; the page leaves out what is missing.
 
-    `timelines` are predicted or measured, any number of them, and drawn in this
-    order; a predicted and a measured one of the same name belong together. A
-    measured one is one iteration of many: `measured` has the times to compare.
-    `advice` is one plain sentence. `told` is what a command has said, in tables and
-    lines, and `asides` what else it said; the page then says nothing of its own
-    about which plan is best. `verdict` is its first sentence, and `code` the lines to
-    try. `computation` says what the times of the workload's ops include besides computation. With `points`, the page
-    draws time over memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole
-    job, of which the headline tells the first. `plans` say which tensors are in the messages of the timeline that has
-    the plan's scheduler as its name.
+    `timelines` are predicted or measured, and are drawn in this order. A predicted and a measured timeline of the same
+    name belong together. A measured timeline shows one iteration; `measured` has the times of many iterations, which
+    are compared. `advice` is one sentence. `told` has the tables and lines that a command has printed as its verdict,
+    and `asides` has its notes; with `told`, the page has no verdict of its own. `verdict` is the command's first
+    sentence, and `code` has the lines to try. `computation` says what the times of the workload's ops include besides
+    computation. With `points`, the page draws time over memory, and timelines begin with the forward pass. `breakdowns`
+    are charts of steps of a whole job; the headline describes the first step. A plan in `plans` says which tensors the
+    messages of the timeline contain whose name is the plan's scheduler.
     """
 
     name: str
@@ -186,18 +184,18 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     @property
     def network(self) -> str:
-        """The network in words, as it was when something was measured or predicted, or several; "" if unknown."""
+        """Return in words the network (or networks) of the measurement or of the timelines; "" if unknown."""
         said = [timeline.network for timeline in self.timelines if timeline.network]
         return self.measured.network if self.measured else "; ".join(dict.fromkeys(said))
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:
-    """Return whether the timelines show jobs that share a network, or GPUs of a job, instead of plans of one job."""
+    """Return whether the timelines show jobs that share a network or GPUs of one job, and not plans of one job."""
     return bool(timelines) and all(timeline.whole or timeline.name == timeline.job for timeline in timelines)
 
 
 def save(model: ModelReport, folder: Path) -> None:
-    """Write every part of the report to a file of its own, from which `legato report FOLDER` makes the same page.
+    """Write every part of the report to a separate file; `legato report FOLDER` makes the same page from the files.
 
     Raises `FileError`.
     """

@@ -1,8 +1,8 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-The format is the "Trace Event Format" (JSON object form): `X` are complete
-events, `M` name and sort the rows, `i` mark a moment, `s` and `f` are the two
-ends of an arrow ("flow"), from a gradient's op to its message and from a message
+The format is the "Trace Event Format" (JSON object form). Events of phase `X` are
+complete events, `M` names and sorts rows, and `i` marks a moment. `s` and `f` are the two
+ends of an arrow ("flow") from a gradient's op to its message, or from a message
 to the op that waited for it. Times are microseconds.
 """
 
@@ -22,7 +22,7 @@ from legato.reports.idle import idle_causes
 
 __all__ = ["flows", "to_perfetto", "write_perfetto"]
 
-#: The viewers' names for their colours.
+#: Names of colours in the viewers.
 _COLOURS = {
     "forward": "thread_state_running",
     "backward": "thread_state_iowait",
@@ -32,9 +32,9 @@ _COLOURS = {
 
 
 def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None) -> str:
-    """The timelines as one trace: one process per timeline, one thread per worker and lane.
+    """Return the timelines as one trace, with a process per timeline and a thread per worker and lane.
 
-    With the workload there are also arrows from ops to the messages of their
+    With the workload, there are also arrows from ops to the messages of their
     gradients (see `flows`). Overlapping spans of a lane (several messages in
     flight) get separate threads, because viewers nest the events of one thread.
     """
@@ -45,7 +45,7 @@ def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None)
 def write_perfetto(
     path: str | os.PathLike[str], timelines: Sequence[Timeline], workload: Workload | None = None
 ) -> None:
-    """Write `to_perfetto` to a file completely or not at all. Raises `FileError`."""
+    """Write the trace of `to_perfetto` to a file. Raises `FileError`, and then leaves no partial file."""
     write_text(path, to_perfetto(timelines, workload))
 
 
@@ -78,12 +78,12 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
 
 
 def _inside(span: Span) -> float:
-    """The last nanosecond of a span, which viewers still count as part of it (microseconds)."""
+    """Return the last nanosecond that viewers count as part of a span (in microseconds)."""
     return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 
 def _lanes(spans: Iterable[Span]) -> list[tuple[tuple[int, str], list[Span]]]:
-    """Spans by (worker, lane): workers in order, computation before network."""
+    """Return the spans by (worker, lane), with workers in order, and computation before network."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in spans:
         lanes.setdefault((span.worker, span.lane), []).append(span)
@@ -110,15 +110,16 @@ def _metadata(pid: int, tid: int, what: str, **args: str | int) -> dict[str, Any
 
 
 def _ns(seconds: float) -> int:
-    # Whole nanoseconds are the viewers' resolution; finer times would let adjacent spans overlap by rounding.
+    # Viewers resolve whole nanoseconds; with finer times, rounding would make adjacent spans overlap.
     return round(seconds * 1e9)
 
 
 def flows(timeline: Timeline, workload: Workload | None = None) -> Iterator[tuple[Span, Span]]:
-    """(span, span that waits for it), worker by worker: a gradient's op and its message, a message and an idle op.
+    """Yield pairs of a span and the span that waits for it, worker by worker.
 
-    The workload tells which backward op makes the gradient of the tensor after
-    which a message is named; without it only idle ops have a pair.
+    The pairs are a gradient's op and its message, and a message and an op that had to wait for it. The workload tells
+    which backward op computes the gradient after which a message is named; without a workload, there are only pairs of
+    the second kind.
     """
     workers: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
@@ -141,7 +142,7 @@ def _gradients(spans: list[Span], workload: Workload | None) -> Iterator[tuple[S
 
 
 def _tensor(name: str, known: dict[str, str]) -> str:
-    """The tensor that a message is named after."""
+    """Return the tensor after which a message is named."""
     return name if name in known else re.sub(r" \+ ?\d+$", "", name)
 
 

@@ -1,6 +1,6 @@
-"""The figures of a page as files of their own, for papers: SVG or PDF, in the colours of the light theme.
+"""The figures of a page as SVG or PDF files for papers, in the colours of the light theme.
 
-plotly draws them as on the page, in a browser that kaleido starts: Chrome or Chromium has to be installed.
+plotly draws them as on the page, in a browser that kaleido starts. Chrome or Chromium must be installed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WIDTH, _HEIGHT = 1000, 450
 
 
 def write_figures(path: str | os.PathLike[str], figures: Iterable[dict[str, Any]]) -> None:
-    """Write the first figure to this file, and others next to it, numbered: `name-2.svg` and so on.
+    """Write the first figure to this file, and further figures to numbered files next to it (`name-2.svg` and so on).
 
-    Raises `FileError`, and `InputError` where plotly or kaleido, the extra `legato[figures]`, or a browser is missing.
+    Raises `FileError`, and `InputError` if plotly or kaleido (the extra `legato[figures]`) or a browser is missing.
     """
     try:
         import kaleido  # noqa: F401 (plotly finds it)
@@ -39,14 +39,14 @@ def write_figures(path: str | os.PathLike[str], figures: Iterable[dict[str, Any]
         options = {"format": path.suffix[1:], "width": _WIDTH, "height": height, "validate": False}
         try:
             data = plotly.io.to_image(drawn, **options)
-        except Exception as error:  # kaleido's own, and what its browser dies of
+        except Exception as error:  # errors of kaleido, and of its browser
             why = " ".join(str(error).split())[:200]
             raise InputError(f"{path}: cannot draw: {why} (expected Chrome or Chromium to be installed)") from None
         write_bytes(path if number == 1 else path.with_stem(f"{path.stem}-{number}"), data)
 
 
 def _themed(value: Any) -> Any:
-    """The figure with colours in the place of their names, which begin with `@`, as the page's script replaces them."""
+    """Return the figure with colours in place of colour names (`@name`), as the page's script replaces them."""
     if isinstance(value, dict):
         return {key: _themed(one) for key, one in value.items()}
     if isinstance(value, list):

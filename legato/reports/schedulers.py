@@ -1,9 +1,8 @@
 """The schedulers of a report side by side: the table of one workload, its headline, and the table of all workloads.
 
-[Note: one kind of time] Predicted times are compared with predicted ones and
-measured times with measured ones, and every head and sentence says which they are.
-A measured time is the median of many iterations; a measured timeline is one of them,
-which says nothing about which plan is faster.
+[Note: one kind of time] Predicted times are only compared with predicted times, and measured times only with measured
+times. Every head and sentence says which kind it shows. A measured time is the median of many iterations. A measured
+timeline shows only one of them, so it does not tell which plan is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Entry", "Kind", "best_of", "bound_sentence", "entries", "headline", 
 
 #: Iteration times that differ by less than this share count as equal.
 _SAME = 0.005
-#: What the others are compared with, by the names of their schedulers: DDP or, of orders of pulls, the random one.
+#: The baselines of comparisons in words, by scheduler: DDP, or the random order if plans are orders of pulls.
 BASELINES = {"ddp": "DDP", "random": "the random order"}
 _HELP = {
     "predicted": "The iteration time that the simulator predicts.",
@@ -33,14 +32,14 @@ _HELP = {
     "quartiles": "A quarter of the timed iterations took less than the first time, a quarter more than the second.",
     "one iteration": "The time of the one measured iteration that is drawn. Others took more or less time.",
     "prediction error": "How much the prediction is above (+) or below (-) the measured time.",
-    "predicted over DDP": "DDP's predicted iteration time over the predicted one of this plan.",
-    "measured over DDP": "DDP's measured iteration time over the measured one of this plan.",
-    "predicted above bound": "How far the predicted iteration time is above a bound that no plan with such messages "
-    "can beat.",
-    "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
-    "overlap": "The time in which communication and computation both run, over the lesser of the two: 100% when the "
-    "shorter one is hidden behind the longer one.",
-    "utilization": "The share of the iteration in which the worker computes.",
+    "predicted over DDP": "DDP's predicted iteration time divided by this plan's predicted iteration time.",
+    "measured over DDP": "DDP's measured iteration time divided by this plan's measured iteration time.",
+    "predicted above bound": "How far the predicted iteration time is above a bound that no plan with the same kind of "
+    "messages can beat.",
+    "rounded": "The share of the gradients' bytes that are sent rounded, in two bytes instead of four.",
+    "overlap": "The time during which communication and computation both run, divided by the shorter of the two: 100% "
+    "if the shorter one is completely hidden.",
+    "utilization": "The share of the iteration during which the worker computes.",
     "planning time": "The time that planning took.",
 }
 
@@ -49,12 +48,12 @@ Kind = Literal["measured", "one iteration", "predicted"]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One line of the table: seconds, and shares of 1; None is unknown.
+    """One row of the table: times in seconds, and shares from 0 to 1; None means unknown.
 
-    `measured_s` is a median, `one_s` the time of the measured iteration that is drawn. `gap` is the predicted
-    time's. `overlap` and `utilization` are the predicted iteration's or, without one, the measured one's.
-    `exposed` holds the share of exposed communication, by the source of the timeline.
-    `rounded` is the share of the bytes in a wire format, where any plan of the table has some.
+    `measured_s` is a median, and `one_s` is the time of the measured iteration that is drawn. `gap` is how far
+    `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` are of the predicted iteration, or of the
+    measured one if there is no prediction. `exposed` has the share of exposed communication, by the source of the
+    timeline. `rounded` is the share of bytes in a wire format, or None if no plan in the table has any.
     """
 
     scheduler: str
@@ -72,12 +71,12 @@ class Entry(msgspec.Struct, frozen=True):
     rounded: float | None = None
 
     def seconds(self, kind: Kind) -> float | None:
-        """The iteration time of this kind."""
+        """Return the iteration time of this kind."""
         return {"measured": self.measured_s, "one iteration": self.one_s, "predicted": self.predicted_s}[kind]
 
 
 def entries(model: ModelReport) -> list[Entry]:
-    """The lines of a workload's table: of all plans that were measured, that have a row, or that have a timeline."""
+    """Return the rows of a workload's table: one for each plan with measurements, a `SchedulerRow` or a timeline."""
     measured = {plan.scheduler: plan for plan in model.measured.plans} if model.measured else {}
     rows = {row.scheduler: row for row in model.rows}
     drawn: dict[str, dict[str, Timeline]] = {}
@@ -93,7 +92,7 @@ def entries(model: ModelReport) -> list[Entry]:
 def _entry(
     name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline], rounds: bool
 ) -> Entry:
-    """One line from all that is known of a plan; what was measured is what was said when it was measured."""
+    """Return the table row of a plan from its measurement, its `SchedulerRow` and its timelines by source."""
     known, told = _told_by(drawn), row or plan
     if plan:
         known |= {"measured_s": plan.measured_s, "quartiles_s": plan.quartiles_s, "num_messages": plan.num_messages}
@@ -114,10 +113,10 @@ def _entry(
 
 
 def _told_by(drawn: dict[str, Timeline]) -> dict[str, Any]:
-    """The fields of an entry that timelines tell, by their sources."""
+    """Return the fields of an entry that its timelines determine; `drawn` has the timelines by source."""
     exposed = {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0}
     known: dict[str, Any] = {"exposed": exposed}
-    for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # of both, the prediction counts
+    for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # predictions replace measurements
         if timeline := drawn.get(source):
             known |= {field: timeline.iteration_s, "overlap": timeline.overlap, "utilization": timeline.utilization}
             known["num_messages"] = _messages(timeline)
@@ -130,7 +129,10 @@ def _messages(timeline: Timeline) -> int:
 
 
 def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
-    """Return what the page says first: measured times, else single measured iterations, else predictions."""
+    """Return the kind of time to compare, and the entries with such a time.
+
+    Measured medians come before single measured iterations, which come before predictions.
+    """
     kinds: tuple[Kind, ...] = ("measured", "one iteration", "predicted")
     for kind in kinds:
         if found := [e for e in table if e.seconds(kind) is not None]:
@@ -139,10 +141,11 @@ def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
 
 
 def best_of(table: Sequence[Entry]) -> Entry | None:
-    """The entry that is taken: of those within half a per cent of the fastest, DDP, else the fewest messages.
+    """Return the entry to recommend.
 
-    Of those that round different shares of the bytes, only those count that round least, to within half a per cent.
-    None where nothing but single measured iterations, or nothing at all, says what is fastest.
+    Candidates are within 0.5% of the fastest, and round at most 0.5 percentage points more bytes than the candidate
+    that rounds least. Of these, DDP is recommended, or else the plan with the fewest messages. The result is None if
+    there are no times, or only times of single measured iterations.
     """
     kind, seen = _comparable(table)
     if kind == "one iteration" or not seen:
@@ -159,15 +162,15 @@ def _seconds(entry: Entry, kind: Kind) -> float:
 
 
 def _baseline(table: Sequence[Entry]) -> Entry | None:
-    """The entry with which the others are compared: DDP or, of orders of pulls, the random one."""
+    """Return the baseline: DDP, or the random order if plans are orders of pulls; None if the table has neither."""
     return next((e for name in BASELINES for e in table if e.scheduler == name), None)
 
 
 def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
-    """Say how long an iteration takes and what the best plan gains, as pieces of (text, bold?).
+    """Return a sentence about the iteration time and the gain of the best plan, as pieces of (text, bold?).
 
-    Empty without a table. If anything was measured, only measured times are compared, and single iterations never
-    are. A timeline may have the name of the job instead of a scheduler's.
+    The sentence is empty for an empty table. If anything was measured, only measured times are compared; times of
+    single iterations are never compared. A timeline may be named after the job instead of a scheduler.
     """
     kind, seen = _comparable(table)
     if not seen:
@@ -196,7 +199,7 @@ def _shown_name(entry: Entry) -> str:
 
 
 def bound_sentence(table: Sequence[Entry]) -> str:
-    """How close the best plan's prediction is to the bound; "" if that is unknown."""
+    """Return a sentence about how close the best plan's prediction is to the bound; "" if that is unknown."""
     best = best_of(table)
     if best is None or best.gap is None:
         return ""
@@ -213,9 +216,9 @@ def _times(slow: Entry, fast: Entry, kind: Kind) -> str:
 
 
 def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
-    """The table of one workload for the template; columns in which nothing is known are left out.
+    """Return the table of one workload for the template, without empty columns.
 
-    It is sorted by measured times if all schedulers were measured, else by predicted ones.
+    It is sorted by measured times if all schedulers were measured, and otherwise by predicted times.
     """
     best = best_of(table)
     order: Kind = "measured" if all(e.measured_s is not None for e in table) else "predicted"
@@ -249,7 +252,7 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _time_columns(table: Sequence[Entry]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The times of all kinds, the medians with quartiles and speedup, the predictions with speedup and error."""
+    """Return the columns of times: measured medians with quartiles and speedup, predictions with speedup and error."""
     measured = [e.measured_s for e in table]
     one = [e.one_s if e.measured_s is None else None for e in table]
     predicted = [e.predicted_s for e in table]
@@ -285,14 +288,14 @@ def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, A
 
 
 def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
-    """Return how many times as fast as the baseline, by times of one kind; None in a table of one."""
+    """Return the speedup over the baseline, by times of one kind; None if the table has only one row."""
     base, own = _baseline(table) if len(table) > 1 else None, e.seconds(kind)
     base_s = None if base is None else base.seconds(kind)
     return base_s / own if base_s is not None and own else None
 
 
 def overview(models: Sequence[ModelReport]) -> dict[str, Any]:
-    """The table of all workloads, which begins a page of several, with the plan that is taken for each."""
+    """Return the table at the top of a page of several workloads: the recommended plan for each workload."""
     tables = [entries(model) for model in models]
     taken = [best_of(table) or Entry("") for table in tables]
     columns = [

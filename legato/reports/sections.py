@@ -1,4 +1,4 @@
-"""One workload's part of the page: the values that the template shows."""
+"""The section of one workload on the page: the values that the template shows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_WAITS = 6
 
 
 def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """The values that the template needs for one workload; adds its figures to `figures` by id."""
+    """Return the values that the template needs for one workload, and add its figures to `figures` by id."""
     table = entries(model)
     single, waiting = _single(model.timelines, table), model.timelines
     if model.told:
         said: dict[str, Any] = {"headline": _verdict(model.verdict), "bound": "", "facts": "", "table": None}
-        # Of what a measured iteration waits for, a command has said more than its timeline tells.
+        # For a measured iteration, the command's own tables say more about waiting than the timeline.
         waiting = tuple(t for t in waiting if t.source != "measured")
     else:
         said = {"headline": headline(table, model.name), "bound": bound_sentence(table), "facts": _facts(model)}
@@ -70,13 +70,13 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
 
 
 def _verdict(sentence: str) -> list[tuple[str, bool]]:
-    """Return what a command found as a headline: everything before the first colon is bold."""
+    """Return the verdict of a command as a headline, in which everything before the first colon is bold."""
     first, colon, rest = sentence.partition(":")
     return [(first + colon, True), (rest, False)] if sentence else []
 
 
 def _worker_note(timelines: Sequence[Timeline]) -> str:
-    """Says for how many workers the drawn one stands, and where the others are."""
+    """Return a sentence about the workers that are not drawn: identical ones, or where to see different ones."""
     workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
     for timeline in timelines:
         alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
@@ -87,7 +87,7 @@ def _worker_note(timelines: Sequence[Timeline]) -> str:
 
 
 def _single(timelines: Sequence[Timeline], table: Sequence[Entry]) -> frozenset[int]:
-    """The timelines of single iterations of which the table has the median: their own time is another one."""
+    """Return the numbers of the measured timelines whose plan has a median in the table."""
     medians = {e.scheduler for e in table if e.measured_s is not None}
     return frozenset(i for i, t in enumerate(timelines) if t.source == "measured" and t.name in medians)
 
@@ -110,7 +110,7 @@ def _facts(model: ModelReport) -> str:
 def _waits(
     timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int], *, of_tensors: bool
 ) -> list[dict[str, Any]]:
-    """For each timeline the tensors or messages that computation waits for longest, with bars of one scale."""
+    """Return for each timeline the tensors or messages that computation waits for longest, with bars of one scale."""
     found = [(t, *idle_costs(t, plans)) for t in timelines]
     largest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
     parts = []

@@ -1,6 +1,6 @@
-"""A sweep's part of the page: headline, table, and plots with one line per fabric and scheduler.
+"""The section of a sweep on the page: headline, table, and plots with one line per fabric and scheduler.
 
-As in the papers' figures, a plot has one panel per cluster (the values of all axes but the one along x).
+As in the papers' figures, a plot has one panel per cluster, which is a set of values of all axes except the x axis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from legato.reports.tables import bar_percent, factor, heads, share_cell, table_
 
 __all__ = ["draw_sweep", "over", "sweep_headline", "sweep_sections", "varying"]
 
-#: What a plot can have along its x axis (if it is a number); a number of servers is part of a line's name.
+#: The axes that a plot can have along x if their values are numbers. The number of servers is part of a line's name.
 _AXES = {axis.field: axis for axis in SWEPT if axis is not SERVERS}
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
 _SAME = 1.0005  # iteration times whose ratio is smaller count as equal
@@ -26,16 +26,16 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "pentagon", "hexagon")
 _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
 
-#: A table of more rows would make the page slow; the file of rows has them all.
+#: The most rows in a table, because more would make the page slow; the file of rows has all.
 _MOST_ROWS = 2000
 
 Key = tuple[Any, ...]
-#: The head of a column, what it is sorted by, and its text.
+#: A column: its head, and functions that return the value to sort by and the text.
 _Column = tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]
 
 
 def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values that the template needs for each workload of a sweep; adds the figures to `figures` by id."""
+    """Return the template's values for each workload of a sweep, and add its figures to `figures` by id."""
     parts, by_workload = [], dict[str, list[SweepRow]]()
     for row in rows:
         by_workload.setdefault(row.workload, []).append(row)
@@ -66,7 +66,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
 
 
 def over(rows: Sequence[SweepRow]) -> str:
-    """Return what the speedups of these rows are relative to, in words."""
+    """Return in words the fabric and scheduler that speedups of these rows are relative to."""
     first = rows[0]
     parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
     parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []
@@ -113,12 +113,12 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
 
 
 def varying(rows: Sequence[SweepRow]) -> list[str]:
-    """The axes along which the rows differ."""
+    """Return the axes in which the rows differ."""
     return [name for name in _AXES if len({row.axes[name] for row in rows}) > 1]
 
 
 def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
-    """One sentence on what is fastest, and on how many of the clusters, as pieces of (text, bold?)."""
+    """Return a sentence on what is fastest, and on how many clusters, as pieces of (text, bold?)."""
     wins = _wins(rows)
     if not wins:
         return [("No cell has a result.", False)]
@@ -144,7 +144,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
 
 
 def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
-    """For each line of a plot the clusters on which no other is faster, with its rows there."""
+    """Return for each line of the plots the clusters on which no other line is faster, with the line's rows there."""
     every: dict[Key, dict[Key, tuple[float, SweepRow]]] = {}  # cluster -> line -> seconds and row
     for row in rows:
         if row.iteration_s is not None:
@@ -159,7 +159,7 @@ def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
 
 
 def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:
-    """The figure of `y` ("iteration_s" or "speedup") over the axis `x`, or as bars if `x` is ""."""
+    """Return the figure of `y` ("iteration_s" or "speedup") over the axis `x`, or as bars if `x` is ""."""
     rows = [row for row in rows if getattr(row, y) is not None]
     others = [name for name in varying(rows) if name != x]
     panels = _spread(sorted({_at(row, others) for row in rows}), _MOST_PANELS)
@@ -175,7 +175,7 @@ def _at(row: SweepRow, axes: Sequence[str]) -> Key:
 
 
 def _spread(values: list[Key], most: int) -> list[Key]:
-    """At most `most` of the values, evenly spread, with the first and the last."""
+    """Return at most `most` evenly spaced values, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
@@ -186,7 +186,7 @@ def _series(row: SweepRow) -> Key:
 
 
 def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
-    """The names of the lines, made of the fields in which they differ."""
+    """Return the names of the lines, which consist of the fields in which lines differ."""
     keys = list(dict.fromkeys(map(_series, rows)))
     differs = [len({key[i] for key in keys if key[i]}) > 1 for i in range(3)]
     if not any(differs):
@@ -199,7 +199,7 @@ def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
 
 
 def _look(key: Key, rows: Sequence[SweepRow]) -> dict[str, Any]:
-    """Colours by fabric and dashes by scheduler if both differ, else colours alone."""
+    """Return the style of a line: if both differ, colours show fabrics and dashes show schedulers."""
     every = [list(dict.fromkeys(v for row in rows if (v := _series(row)[i]))) for i in range(3)]
     at = [every[i].index(key[i]) if key[i] else 0 for i in range(3)]
     main, second = (at[0], at[1] + at[2]) if len(every[0]) > 1 else (at[1] if len(every[1]) > 1 else at[2], 0)
@@ -320,7 +320,7 @@ def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
 
 
 def _without_unit(texts: list[str]) -> tuple[list[str], str]:
-    """The numbers and their unit, if all of them have the same: labels with units would overlap in narrow panels."""
+    """Return the numbers and their common unit, if any, because labels with units overlap in narrow panels."""
     units = {text.partition(" ")[2] for text in texts}
     return ([text.partition(" ")[0] for text in texts], units.pop()) if len(units) == 1 else (texts, "")
 
@@ -341,7 +341,7 @@ def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 and so on from below `low` to above `high`; only powers of ten for a wide range."""
+    """Return ticks 1, 2, 5, 10 and so on from below `low` to above `high`, or only powers of ten for a wide range."""
     digits = (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [float(f"{digit}e{power}") for power in powers for digit in digits]

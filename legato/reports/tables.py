@@ -1,4 +1,4 @@
-"""Heads and cells of the page's tables, and how numbers are written in them."""
+"""Heads and cells of the page's tables, and the format of their numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["bar_percent", "factor", "heads", "seconds_cell", "share_cell", "tabl
 def heads(
     names: Sequence[str], ordered: int | None = None, help: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """The heads of the columns; the rows are sorted by column `ordered`, and `help` has the tooltips."""
+    """Return the heads of the columns; rows are sorted by column `ordered`, and `help` has the tooltips."""
     return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
 
 
@@ -24,7 +24,7 @@ def table_of(
     ordered: str = "",
     best: int | None = None,
 ) -> dict[str, Any]:
-    """The table of columns (name, cells) for the template, without columns that are empty; row `best` is marked."""
+    """Return the table of these columns (name, cells) for the template, without empty columns; row `best` is marked."""
     shown = [(name, cells) for name, cells in columns if any(cell["sort"] != "" for cell in cells)]
     names = [name for name, _ in shown]
     rows = [
@@ -35,12 +35,12 @@ def table_of(
 
 
 def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
-    """A cell that is sorted by `sort` (None comes last), with a bar of `bar` percent of its width."""
+    """Return a cell that is sorted by `sort` (None comes last), with a bar of `bar` percent of its width."""
     return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
 
 
 def bar_percent(value: float | None, largest: float) -> float | None:
-    """The length of a bar in percent, where `largest` has 100; None without a value."""
+    """Return the length of a bar in percent of the bar of the `largest` value; None without a value."""
     return None if value is None else round(100 * min(1.0, value / largest), 2)
 
 
@@ -50,16 +50,16 @@ def factor(ratio: float | None) -> str:
 
 
 def share_cell(share: float | None, *, signed: bool = False) -> dict[str, Any]:
-    """A cell with a percentage; empty without a value."""
+    """Return a cell with a percentage, or an empty cell without a value."""
     return table_cell("" if share is None else percent(share, signed=signed), share)
 
 
 def seconds_cell(seconds: float | None, longest: float | None = None) -> dict[str, Any]:
-    """A cell with a time, with a bar if there is a `longest` time; empty without a value."""
+    """Return a cell with a time, and with a bar if `longest` is given; return an empty cell without a value."""
     bar = bar_percent(seconds, longest) if longest else None
     return table_cell("" if seconds is None else format_seconds(seconds), seconds, bar=bar)
 
 
 def time_unit(largest_s: float) -> tuple[str, float]:
-    """(unit, seconds in it) for times up to `largest_s`: milliseconds between 1 ms and 10 s."""
+    """Return (name, seconds) of the unit for times up to `largest_s`: milliseconds if that is from 1 ms to 10 s."""
     return ("s", 1.0) if largest_s >= 10 else ("ms", 1e-3) if largest_s >= 1e-3 else ("us", 1e-6)

@@ -2,8 +2,8 @@
 
 [Note: few traces, few bars] A plotly figure becomes slow with many traces and
 many bars. All timelines therefore share one figure, with one trace per kind of
-span, and spans narrower than a pixel are drawn together (`coalesce`), so that
-the number of bars depends on the pixels of a lane and not on the number of ops.
+span. Spans narrower than a pixel are drawn together (`coalesce`), so the number of
+bars depends on the pixels of a lane and not on the number of ops.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from legato.reports.tables import time_unit
 
 __all__ = ["draw_timelines"]
 
-#: The shortest bar as a share of the time axis: a third of a pixel, or a whole one with many timelines.
+#: The shortest bar as a share of the time axis: a third of a pixel, or with many timelines a whole pixel.
 _FINEST, _COARSEST, _MANY = 1 / 3000, 1 / 1000, 12
-_MOST_FOUND = 5000  # spans in a row that the search covers
+_MOST_FOUND = 5000  # the search covers at most this number of spans in a row
 _KINDS = {"backward": "backward", "forward": "forward", "optimizer": "optimizer", "message": "messages"}
 _HEIGHT = 118  # pixels per timeline
 _ROWS = {"compute": 1.62, "network": 2.62}  # from the upper edge of a timeline to the centre of a lane
-_PITCH = 3.4  # height of a timeline in the same unit
+_PITCH = 3.4  # height of a timeline, in units of a lane
 _LANE = 0.88
 
 
 def _begins_with(timelines: Sequence[Timeline]) -> str:
-    """The pass with which an iteration begins: the forward pass, where parameters are gathered for it."""
+    """Return the pass with which an iteration begins: "backward", or "forward" if parameters are gathered for it."""
     spans = [span for timeline in timelines for span in timeline.spans if span.kind in ("forward", "backward")]
     return min(spans, key=lambda span: span.start_s).kind if spans else "backward"
 
 
 def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) -> dict[str, Any]:
-    """The figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
+    """Return the figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
-    Each timeline has a lane for computation, with idle gaps hatched, and one for
-    the network. A solid line marks the end of the iteration, a dashed one the
-    lower bound, to which only predictions are compared. Measured timelines are
-    single iterations; the time of those whose numbers are in `single` is not
-    written, because the page has the median.
+    Each timeline has a lane for computation, where idle gaps are hatched, and a lane for
+    the network. A solid line marks the end of the iteration. Predicted timelines also have
+    a dashed line at the lower bound. Measured timelines show single iterations; if the number
+    of a timeline is in `single`, its time is not written, because the page has the median.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))
@@ -100,12 +99,12 @@ def _add_spans(traces: dict[str, dict[str, Any]], timeline: Timeline, i: int, sc
                 times = (bar.start_s / scale, bar.end_s / scale)
                 trace = traces[bar.kind]
                 _add_bar(trace, y, height, times, _hover(bar))
-                # Two alternating shades separate neighbours; a border would hide narrow bars.
+                # Alternating shades separate neighbouring bars; a border would hide narrow bars.
                 trace["marker"]["color"].append(f"@{bar.kind}{'-2' if k % 2 else ''}")
 
 
 def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
-    """The spans for the search, also short ones: the name's number, start, end, centre and height of each."""
+    """Return all spans for the search, even short ones: number of the name, start, end, centre and height."""
     numbers: dict[str, int] = {}
     found = []
     for i, timeline in enumerate(timelines):
@@ -119,7 +118,7 @@ def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
 
 
 def _places(timeline: Timeline, i: int, lane: str) -> Iterator[tuple[float, float, list[Span]]]:
-    """(centre, height, spans) of each row of a lane of timeline `i`; spans that overlap are in different rows."""
+    """Yield (centre, height, spans) of each row in a lane of timeline `i`; overlapping spans are in different rows."""
     placed = stack([s for s in _own(timeline) if (s.kind == "message") == (lane == "network")])
     lines: dict[int, list[Span]] = {}
     for row, span in placed:
@@ -166,7 +165,7 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
 
 
 def _facts(timeline: Timeline, end: str) -> list[str]:
-    """Return what follows a timeline's name; `end` is the time of the iteration, or empty."""
+    """Return the facts to write after a timeline's name; `end` is the time of the iteration, or empty."""
     facts = [f"{timeline.source_in_words} <b>{end}</b>" if end else timeline.source_in_words]
     if timeline.lower_bound_s and timeline.source == "predicted":
         gap = percent(timeline.iteration_s / timeline.lower_bound_s - 1)
@@ -184,7 +183,7 @@ def _layout(
     notes = []
     for i, timeline in enumerate(timelines):
         facts = "  ·  ".join(_facts(timeline, "" if i in single else format_seconds(timeline.iteration_s)))
-        # One text from the left edge: two, from both edges, would overlap in a narrow window.
+        # All text starts at the left edge, because texts from both edges would overlap in a narrow window.
         text = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{facts}</span>"
         notes.append(_note(text, 0, "left", -i * _PITCH - 0.62, 15, "@ink"))
     margin = (longest - first) * 0.012 or 1

@@ -1,4 +1,4 @@
-"""The figures of a workload: when gradients are ready, how large tensors are, how long ops take."""
+"""The figures of a workload: when gradients are ready, how large tensors are, and how long ops take."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MIB = 2.0**20
 
 
 def readiness(workload: Workload) -> list[tuple[float, int, str]]:
-    """(seconds, bytes, tensor) of each gradient, in the order in which a worker that never waits makes them."""
+    """Return (seconds, bytes, tensor) of each gradient, in the order in which a worker without waits computes them."""
     order = workload.iteration_order()
     ends = dict(zip(order, itertools.accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return sorted((ends[t.ready_after], t.nbytes, t.name) for t in workload.tensors)
 
 
 def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tuple[float, int]]:
-    """(seconds, bytes sent) at the corners of the curve of a network that sends whenever a gradient is ready."""
+    """Return the corners (seconds, bytes sent) of the curve of a network that sends whenever a gradient is ready."""
     corners: list[tuple[float, int]] = []
     at, sent = 0.0, 0
     for ready_s, nbytes, _ in ready:
@@ -38,7 +38,7 @@ def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tupl
 
 
 def draw_readiness(workload: Workload, cluster: Cluster | None) -> dict[str, Any]:
-    """The bytes that are ready, and the bytes that the network can have sent, over time."""
+    """Return a figure of the bytes that are ready, and the bytes that the network can have sent, over time."""
     ready = readiness(workload)
     sent = drained(ready, cluster.cost().beta_s_per_byte) if cluster else []
     compute_s = workload.compute_s
@@ -85,11 +85,11 @@ def draw_readiness(workload: Workload, cluster: Cluster | None) -> dict[str, Any
 
 
 def draw_tensor_sizes(workload: Workload) -> dict[str, Any]:
-    """The sizes of the tensors, in the order in which the forward pass reads them, on a logarithmic axis."""
+    """Return a figure of the tensors' sizes (logarithmic), in the order in which the forward pass reads them."""
     forward = set(workload.phase_ops("forward"))
     last = len(workload.ops)
     tensors = list(enumerate(workload.tensors))
-    # A tensor without a known reader is placed by its gradient: the backward pass runs in reverse order.
+    # A tensor without a known reader is sorted by its gradient, because the backward pass runs in reverse order.
     tensors.sort(
         key=lambda it: (min([r for r in it[1].readers if r in forward], default=last), -it[1].ready_after, -it[0])
     )
@@ -116,7 +116,7 @@ def draw_tensor_sizes(workload: Workload) -> dict[str, Any]:
 
 
 def draw_op_times(workload: Workload) -> dict[str, Any]:
-    """The durations of the ops (at most the 3,000 longest) over the iteration, on a logarithmic axis."""
+    """Return a figure of the ops' durations (logarithmic) over the iteration, for at most the 3,000 longest ops."""
     order = workload.iteration_order()
     starts = dict(
         zip(order, itertools.accumulate((workload.ops[i].duration_s for i in order), initial=0.0), strict=False)

@@ -1,10 +1,9 @@
-"""Sweeps: grids of simulations, on all cores or on a cluster of machines, which can be interrupted and continued.
+"""Sweeps: grids of simulations on all cores or on a cluster of machines. An interrupted sweep can be continued.
 
-A *grid* (`grid.py`) is every combination of workloads, fabrics, schedulers and
-machines; a *cell* is one combination, simulated independently (`cell.py`).
-`run.py` runs the cells that are not yet in the *journal* (`journal.py`), on the
-cores that `parallel.py` provides; `table.py` writes the rows. Whole jobs have networks alone to be combined with
-(`jobs.py`).
+A *grid* (`grid.py`) is every combination of workloads, fabrics, schedulers and machines. A *cell* is one combination,
+which is simulated independently (`cell.py`). `run.py` runs the cells that are not yet in the *journal*
+(`journal.py`), on the cores that `parallel.py` provides. `table.py` writes the rows. Whole jobs are only combined with
+networks (`jobs.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Cells that are slower than the same cell with less: a slower link, a longer latency, fewer servers.
+"""Find cells that are slower than the same cell with a slower link, a longer latency or fewer servers.
 
 Graham (Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969) showed that
-a fixed priority can take longer when ops get faster or machines are added. Where transfers
-share links, a transfer that ends earlier can let another one in front of a third that is more
-urgent, so the same holds for networks.
+a schedule with fixed priorities can take longer when ops get faster or machines are added.
+Networks have the same anomalies: if one transfer on a link ends earlier, a second transfer may
+start before a third one that is more urgent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from legato.reports.model import SweepRow
 
 __all__ = ["mark_anomalies"]
 
-#: Differences up to this fraction do not count: schedulers that search are no more exact.
+#: Differences up to this fraction do not count, because schedulers that search are not more exact.
 _SAME = 1e-3
 
 
 def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """The rows, with `anomaly` where less of one axis is faster by more than 0.1%: the fastest such `AXIS=VALUE`."""
+    """Return the rows, with an `anomaly` for each cell that is over 0.1% slower than a cell with less of one axis.
+
+    The anomaly is `AXIS=VALUE` of the fastest such cell.
+    """
     best: dict[int, tuple[float, str]] = {}
     for axis in SWEPT:
         if axis.more_is_better is None:
@@ -35,7 +38,7 @@ def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
                 cell = row.axes[axis.field], row.iteration_s, k
                 alike[row.workload, row.fabric, row.scheduler, others].append(cell)
         for cells in alike.values():
-            least = (float("inf"), 0.0)  # seconds and value of the fastest cell with less
+            least = (float("inf"), 0.0)  # seconds and value of the fastest cell so far, which has less
             for value, seconds, k in sorted(cells, reverse=not axis.more_is_better):
                 if seconds > least[0] * (1 + _SAME) and least[0] < best.get(k, (float("inf"), ""))[0]:
                     best[k] = least[0], f"{axis.field}={least[1]:g}"

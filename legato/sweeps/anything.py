@@ -1,4 +1,4 @@
-"""A sweep in one line of Python: workloads or whole jobs, on every combination of networks."""
+"""Sweep workloads or whole jobs over every combination of networks, in one line of Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato.sweeps.run import sweep as sweep_grid
 __all__ = ["Axes", "sweep"]
 
 _AXES = {axis.field: axis for axis in NETWORK}
-#: What a sweep of workloads has besides networks, and the parts of a network that are axes of whole jobs.
+#: The options of a sweep of workloads other than the network, and the parts of a network that are axes of whole jobs.
 _OF_WORKLOADS = ("fabric", "scheduler", "iterations")
 _OF_JOBS = {"formulas": ("links",), "flows": ("links", "switches")}
 T = TypeVar("T")
@@ -28,7 +28,7 @@ OneOrMore = T | Sequence[T]
 
 
 class Axes(TypedDict, total=False):
-    """The axes of a network by field, as `core/axes.py` explains them, with one value or several; for type checkers."""
+    """The types of the axes of a network by field, with one value or several (`core/axes.py` explains the axes)."""
 
     workers: OneOrMore[int]
     servers: OneOrMore[int]
@@ -81,16 +81,16 @@ def sweep(
 def sweep(what: Any, *, jobs: int | None = None, backend: str | None = None, progress: Any = None, **given: Any) -> Any:
     """Simulate workloads or whole jobs on every combination of networks, on all cores.
 
-    Each axis of the network has one value or several, by its field: `bandwidth_bps=[10e9, 25e9], workers=8`. So have
-    `fabric` and `scheduler`, with names, functions and fabrics. `fidelity` is by default `transfers`, or `flows` for
-    whole jobs. `jobs` is the number of cores, and `backend` another machine (`legato.sweeps.parallel`). Each result is
-    a row, and `pandas.DataFrame(results.rows)` has them all. Raises `InputError` on unknown names and numbers outside
-    their range; a cell that fails is a row with an error.
+    Each axis of the network has one value or several: `bandwidth_bps=[10e9, 25e9], workers=8`. `fabric` and `scheduler`
+    also have one value or several: names, fabrics and functions. `fidelity` is by default `transfers`, or `flows` for
+    whole jobs. `jobs` is the number of cores, and `backend` names a cluster (`legato.sweeps.parallel`). Each result is
+    a row; `pandas.DataFrame(results.rows)` has all rows. A cell that fails is a row with an error. Raises `InputError`
+    on unknown names and on numbers outside their range.
     """
     several, how = _several(what), {"jobs": jobs, "backend": backend, "progress": progress}
     whole = [isinstance(one, Job) for one in several]
     if any(whole) != all(whole) or not several:
-        raise InputError("workloads and whole jobs in one sweep, or nothing (expected one kind of them)")
+        raise InputError("workloads and whole jobs in one sweep, or nothing (expected only one kind)")
     fidelity = given.pop("fidelity", None)
     options: dict[str, Any] = {} if whole[0] else {name: given.pop(name) for name in _OF_WORKLOADS if name in given}
     axes = {name: _several(value) for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""One cell: plan, simulate, and return the outcome."""
+"""Run one cell of a sweep: plan, simulate, and return the outcome."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
-    `lower_bound_s` is proven for plans of this kind, and known by formulas only. `parts` are the parts of a whole job's
-    step. `final` is False if another attempt might succeed.
+    `lower_bound_s` is a proven bound for plans of this kind; only formulas have one. `parts` are the parts of a whole
+    job's step. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -47,17 +47,17 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     final: bool = True
 
 
-#: What a cell has names of: its workload, its scheduler and its fabric.
+#: The workload, the scheduler and the fabric that a cell names.
 Parts = tuple[Workload, str | Scheduler, str | Fabric]
 
 
 def run_cell(cell: Cell, parts: Parts) -> Outcome:
-    """Run a cell, as `attempt` does."""
+    """Run a cell, and return its result or error."""
     return attempt(lambda: _simulated(cell, *parts))
 
 
 def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
-    """The outcome with the fields that a simulation returns, or its error, so that no cell can end a long sweep."""
+    """Run a simulation, and return its fields or its error as an outcome, so that no cell can end a long sweep."""
     start = time.perf_counter()
     try:
         found = simulate()
@@ -70,7 +70,7 @@ def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
 
 
 def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
-    """The scheduler's plan for the fabric, whose name is `name`, on the network; `PLAIN` sends a message per tensor."""
+    """Return the scheduler's plan for the named fabric on the network; `PLAIN` sends one message per tensor."""
     if scheduler == PLAIN:
         return plain_plan(workload, fabric)
     return schedule(scheduler, workload, cluster_for(name, fabric, network))
@@ -78,10 +78,10 @@ def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation, with the figures of a cell of a sweep, or of a row of `legato simulate`.
+    """A simulation of a job on a network, for a cell of a sweep or a row of `legato simulate`.
 
-    A job whose workers have one workload, or one each, runs plans on fabrics of a network, with their names. Raises
-    `InputError` where formulas are asked for unlike hosts, or for more than one switch.
+    All workers have the same workload, or each has its own. Raises `InputError` if formulas are asked for although
+    hosts differ or there is more than one switch.
     """
 
     workloads: Sequence[Workload]
@@ -91,23 +91,25 @@ class Simulation:
 
     def __post_init__(self) -> None:
         if self.fidelity == "formulas" and (len(self.workloads) > 1 or not self.network.plain):
-            raise InputError("--fidelity formulas: needs like hosts behind one switch (expected --fidelity transfers)")
+            raise InputError(
+                "--fidelity formulas: needs identical hosts behind one switch (expected --fidelity transfers)"
+            )
 
     def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
-        """Simulate a plan. Raises `InputError` where this fidelity cannot."""
+        """Simulate a plan on the named fabric. Raises `InputError` if this fidelity cannot simulate it."""
         if self.fidelity == "transfers":
             options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
             with nullcontext() if name in FABRICS else blame(name):
                 return simulate_flow(self._job, plan, fabric, self.network, **options)
         if why := self.beyond_formulas(plan, name, fabric):
             raise InputError(why)
-        # By formulas a message names its collective, and the cluster has only one.
+        # With formulas, a message may name its collective, but this cluster has only one.
         messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
         plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
         return collective.simulate(self.workloads[0], plan, self.network.cluster(name, fabric.servers))
 
     def check(self, plan: Plan, name: str, fabric: Fabric) -> None:
-        """Raise `InputError` before any work where there are too many transfers."""
+        """Raise `InputError` before the simulation if it would have too many transfers."""
         if self.fidelity == "transfers":
             try:
                 check_flow(self._job, plan, fabric, self.network, iterations=self.iterations)
@@ -115,7 +117,7 @@ class Simulation:
                 raise TooLargeError(f"{name}: {error}") from None
 
     def beyond_formulas(self, plan: Plan | None, name: str, fabric: Fabric) -> str:
-        """Return why there is no formula for the fabric, or for a plan on it; "" where there is one."""
+        """Return why there is no formula for the fabric, or for a plan on it; "" if there is one."""
         if PRICED_AS.get(name, name) not in fabric_names("formulas"):
             return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
         if plan is None or not (fabric.servers or name in UNDIVIDED):

@@ -28,21 +28,22 @@ __all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
 
 Fidelity = Literal["formulas", "transfers"]
 
-#: No scheduler: one message per tensor, sent when it is ready.
+#: The name for planning without a scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
-#: Of cells with code of the user's own: they are run again by each process, as the code may be another by then.
+#: Part of the keys of cells with code of the user's own, so that every process runs them again: the code may change.
 _THIS_RUN = secrets.token_hex(8)
 _FIELDS = [axis.field for axis in NETWORK]
-#: The axes by how fast they change, the slowest first: the reverse of the table, except the number of servers.
+#: The axes in the order of the grid, slowest first: the reverse order of the table, except for the number of servers.
 _SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
 _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 
 
 def network_of(values: Mapping[str, Any]) -> Network:
-    """The network with these values of the axes (by field); raises `InputError` on numbers outside their range.
+    """Return the network with these values of the axes (by field).
 
-    Most are fields of the `Network`. `slow` and `slow_link` are factors of the last worker.
+    Most axes are fields of `Network`; `slow` and `slow_link` are factors of the last worker. Raises `InputError` on
+    numbers outside their range.
     """
     fields = {name: value for name, value in values.items() if name != SERVERS.field}
     slow, slow_link, disturb = (fields.pop(name) for name in ("slow", "slow_link", "disturb"))
@@ -56,10 +57,10 @@ def network_of(values: Mapping[str, Any]) -> Network:
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
+    """All inputs of one simulation, with `workload_id` (`files.identity`) in place of the workload.
 
-    `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
-    `options` go to the fabric. Schedulers and fabrics of the user's own are named by their `label`.
+    `axes` has the values of the network's axes, as in the table; the number of servers is 0 for fabrics without
+    servers. `options` are options of the fabric. The user's own schedulers and fabrics are named by their `label`.
     """
 
     workload_id: str
@@ -74,27 +75,27 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """A hash of the cell, which also depends on the version of legato."""
+        """Return a hash of the cell and of the version of legato."""
         return files.identity(self)
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of the network's axes, by field."""
+        """Return the values of the network's axes, by field."""
         return dict(zip(_FIELDS, self.axes, strict=True))
 
     @property
     def network(self) -> Network:
-        """The cell's network; raises `InputError` on numbers outside their range."""
+        """Return the cell's network. Raises `InputError` on numbers outside their range."""
         return network_of(self.values)
 
     def made_fabric(self, fabric: str | Fabric) -> Fabric:
-        """The cell's fabric, with the cell's number of servers."""
+        """Return the cell's fabric with the cell's options and number of servers."""
         servers = self.values[SERVERS.field]
         return fitting(fabric, dict(self.options) | ({"servers": servers} if servers else {}))
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
-    """Return the fabrics that a fidelity can simulate: by formulas, those that have one."""
+    """Return the fabrics that a fidelity can simulate; formulas exist only for some fabrics."""
     return fabrics.fabric_names() if fidelity == "transfers" else [*COLLECTIVES, PARAMETER_SERVER]
 
 
@@ -106,10 +107,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The axes of a sweep, in the order of its rows; repeated values count once.
 
     Fabrics and schedulers are names, or fabrics and functions. `schedulers` may contain `PLAIN`, and "all" for every
-    scheduler that suits a cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those
-    that are left out have their default. With disturbances, all cells simulate one iteration. `options` go to the
-    fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric with its first
-    scheduler. By formulas, all hosts are alike, behind one switch. Raises `InputError` on unknown names and numbers
+    scheduler that suits a cell's fabric. `axes` has the values of axes of the network (`core/axes.py`), by field; axes
+    that are left out have their default. With disturbances, all cells simulate one iteration. Each fabric uses the
+    `options` that it has (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric with its first
+    scheduler. Formulas need identical hosts behind one switch. Raises `InputError` on unknown names and on numbers
     outside their range.
     """
 
@@ -131,14 +132,16 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         if self.iterations is not None:
             check_iterations(self.iterations)
         if self._disturbed and self.iterations not in (None, 1):
-            raise InputError(f"iterations: {self.iterations} (expected 1 with disturb: its times are of one iteration)")
+            raise InputError(
+                f"iterations: {self.iterations} (expected 1 with disturb, whose times refer to one iteration)"
+            )
         check_options(self.fabrics, self.options)
         for name in self.fabrics:
             fitting(name, self.options)
         for values in self._networks(has_servers=True):
             network = network_of(values)
             if self.fidelity == "formulas" and not (network.plain and not self.options):
-                raise InputError("fidelity: formulas know only identical hosts behind one switch (expected transfers)")
+                raise InputError("fidelity: formulas need identical hosts behind one switch (expected transfers)")
 
     def _check_names(self) -> None:
         if self.fidelity not in get_args(Fidelity):
@@ -162,7 +165,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> dict[str, tuple[Any, ...]]:
-        """The values on every axis of the network, each once, by field."""
+        """Return the values of every axis of the network by field, without repetitions."""
         return {axis.field: tuple(dict.fromkeys(self.axes.get(axis.field, (axis.usual,)))) for axis in NETWORK}
 
     @property
@@ -176,7 +179,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.workloads) * len(self.fabrics) * networks * (len(self.schedulers) + each)
 
     def cells(self) -> list[Cell]:
-        """Return every combination once; the last axes (latency, bandwidth, workers) change fastest."""
+        """Return every combination once, in an order in which latency, bandwidth and workers change fastest."""
         return list(self._cells())
 
     def _cells(self) -> Iterator[Cell]:
@@ -198,7 +201,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                         )
 
     def parts(self, cell: Cell) -> tuple[str | Scheduler, str | Fabric]:
-        """The scheduler and the fabric of a cell: names, or what the user has."""
+        """Return the scheduler and the fabric of a cell: their names, or the user's own objects."""
         schedulers, fabrics = self._by_label(self.schedulers), self._by_label(self.fabrics)
         return schedulers.get(cell.scheduler, cell.scheduler), fabrics[cell.fabric]
 
@@ -210,7 +213,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return self._by_label(tuple(one for name in self.schedulers for one in (every if name == "all" else [name])))
 
     def _networks(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
-        """Every combination of the values on the network's axes."""
+        """Yield every combination of the values of the network's axes."""
         values = self.values if has_servers else self.values | {SERVERS.field: (0,)}
         for chosen in itertools.product(*(values[field] for field in _SLOWEST_FIRST)):
             yield dict(zip(_SLOWEST_FIRST, chosen, strict=True))

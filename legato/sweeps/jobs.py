@@ -23,12 +23,12 @@ from legato.zoo.presets import with_links
 
 __all__ = ["JobRow", "on_network", "step_on", "sweep_jobs"]
 
-#: A prediction of a large job takes a tenth of a second, a simulation seconds.
+#: The largest number of cells: a prediction of a large job takes 0.1 s, and a simulation takes seconds.
 _MOST_CELLS = 10_000
 
 
 class _Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, by its identity, on a network, by the values on the axes that are not as its file has them."""
+    """A job on a network: the identity of the job, and the values of the axes that differ from the job's file."""
 
     job: str
     fidelity: Literal["formulas", "flows"]
@@ -41,10 +41,10 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on a network, by the values of the sweep's `axes`, by field.
+    """The result for a job on one network; `axes` has the values of the sweep's axes by field.
 
-    Its step takes `step_s` seconds, the sum of its `parts` (`Step.parts`). `speedup` is over the job's first network
-    that has a result. If there is none, these are None, `parts` empty, and `error` says why.
+    The step takes `step_s` seconds, which is the sum of its `parts` (`Step.parts`). `speedup` is relative to the job's
+    first network that has a result. Without a result, these fields are None or empty, and `error` says why.
     """
 
     job: str
@@ -58,7 +58,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Return the row as `legato sweep --json` prints it: axes and parts next to the other fields."""
+        """Return the row as `legato sweep --json` prints it, with each axis and each part as a field."""
         found = msgspec.structs.asdict(self)
         job, axes, parts = (found.pop(name) for name in ("job", "axes", "parts"))
         return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
@@ -74,11 +74,11 @@ def sweep_jobs(
     backend: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Results[JobRow]:
-    """Predict the step of every job, by its name, on every combination of networks, whose last axis changes fastest.
+    """Predict the step of every named job on every network; the last axis of the networks changes fastest.
 
-    `axes` are the values on axes of `core/axes.py`, by field: of a machine's links, and of flows also of a network. The
-    other arguments, and errors, are as in `sweep`. Raises `InputError` on numbers outside their range, and on more than
-    ten thousand cells.
+    `axes` has the values of axes in `core/axes.py`, by field: axes of links, and with the fidelity `flows` also axes of
+    switches. The other arguments, and errors, are as in `sweep`. Raises `InputError` on numbers outside their range,
+    and on more than ten thousand cells.
     """
     networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
     if len(named) * len(networks) > _MOST_CELLS:
@@ -118,7 +118,7 @@ def _run(cell: _Cell, job: Job) -> Outcome:
 
 
 def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, Network | None]:
-    """The job on the links of these values on axes, and of flows also their network. Raises `InputError`."""
+    """Return the job with the links in `axes`, and with flows also the network of switches. Raises `InputError`."""
     job = msgspec.structs.replace(job, machine=with_links(job.machine, axes))
     if fidelity == "formulas":
         return job, None
@@ -128,9 +128,9 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 
 
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
-    """Return the step of a job: on a network by flows, together with their lanes, or without one by formulas.
+    """Return the step of a job, computed by flows on a network, or by formulas without one; flows are returned as well.
 
-    The parts of a step by flows belong to the busiest worker, of `lane` if one is given.
+    With flows, the parts of the step are those parts of the busiest worker, or of a worker of `lane` if it is given.
     """
     if network is None:
         return predict(job), None

@@ -1,7 +1,7 @@
-"""The journal of a sweep: a file of finished cells, with which an interrupted sweep continues.
+"""The journal of a sweep: a file of finished cells from which an interrupted sweep continues.
 
-The file has JSON lines; the first one names the format. A line is appended when
-its cell is done. A line that an interruption left incomplete is skipped.
+The file has JSON lines, and the first line names the format. A line is appended for
+each finished cell. Reading skips a line that an interruption left incomplete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HEADER = b'{"format":"legato.sweep/1"}\n'
 
 
 def journal_of(output: Path) -> Path:
-    """Return the path of an output's journal, which is next to the output."""
+    """Return the path of the journal, which is next to the output file."""
     return output.with_name(output.name + ".cells.jsonl")
 
 
 class Journal:
-    """The finished cells, by key; open while a sweep runs, for one sweep at a time.
+    """The finished cells by key, in a file that is open during one sweep at a time.
 
     Raises `FileError` if the file is not a journal, cannot be written, or is open
     in another sweep.
@@ -80,7 +80,7 @@ class Journal:
         return FileError(f"{self.path}: cannot store finished cells: {getattr(error, 'strerror', None) or error}")
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Store a finished cell, which then survives a crash of this process; only final outcomes are stored."""
+        """Store the outcome of a cell if it is final; it then survives a crash of this process."""
         self.done[key] = outcome
         if outcome.final:
             try:
@@ -90,7 +90,7 @@ class Journal:
                 raise self._error(error) from None
 
     def forget(self) -> None:
-        """Remove all cells, in the file too."""
+        """Remove all cells, also from the file."""
         self.done.clear()
         self._file.truncate(0)
         self._file.write(_HEADER)

@@ -1,4 +1,4 @@
-"""Where cells run: on the cores of this machine, or on a Dask or Ray cluster, all through joblib."""
+"""Run cells through joblib on the cores of this machine, or on a Dask or Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["check_backend", "in_parallel"]
 T = TypeVar("T")
 R = TypeVar("R")
 _CONNECT_S = 10
-#: Cells per core and round, on backends that return results only when a round is done.
+#: Cells per core in each round, for backends that return results only at the end of a round.
 _ROUND = 4
 
 
 def check_backend(name: str | None) -> None:
-    """Raise `InputError` unless this is None, `dask://host:port` or `ray`, and installed."""
+    """Raise `InputError` unless the name is None, or `dask://host:port` or `ray` with its package installed."""
     if name is None:
         return
     kind, _, address = name.partition("://")
@@ -43,15 +43,15 @@ def check_backend(name: str | None) -> None:
 def in_parallel(
     function: Callable[[T], R], items: Sequence[T], jobs: int | None = None, backend: str | None = None
 ) -> Generator[R, None, None]:
-    """Yield `function(item)` for every item, in the order in which they finish.
+    """Yield `function(item)` for every item, in the order in which calls finish.
 
-    Runs on `jobs` cores (None: all) of this machine or of the cluster, or on the backend that the caller has chosen
-    in joblib. Closing the generator stops the work. Raises `InputError` if no cluster answers, and
-    `LegatoError` if a worker process was killed.
+    The calls run on `jobs` cores (None: all) of this machine or of the cluster, or on the backend that the caller has
+    chosen in joblib. Closing the generator stops the work. Raises `InputError` if no cluster answers, and `LegatoError`
+    if a worker process was killed.
     """
     if not items:
         return
-    import joblib  # only sweeps need it, and it takes long to import
+    import joblib  # slow to import, and only sweeps need it
     from joblib.parallel import get_active_backend
 
     with _on(backend):
@@ -60,7 +60,7 @@ def in_parallel(
         calls = (joblib.delayed(function)(item) for item in items)
         try:
             if active.supports_return_generator:
-                # Ctrl-C goes to all processes of a terminal; the command itself ends the workers.
+                # Ctrl-C reaches all processes of a terminal, but the command itself ends the workers.
                 own: dict[str, Any] = {"initializer": _ignore_interrupts} if _is_loky(active) else {}
                 yield from _as_they_finish(joblib.Parallel(cores, return_as="generator_unordered", **own)(calls))
             else:
@@ -82,7 +82,7 @@ def _ignore_interrupts() -> None:
 
 
 def _as_they_finish(results: Generator[R, None, None]) -> Iterator[R]:
-    """The results; closed at the end without joblib's warning about unfinished work."""
+    """Yield the results, and close their generator without joblib's warning about unfinished work."""
     try:
         yield from results
     finally:
@@ -93,7 +93,7 @@ def _as_they_finish(results: Generator[R, None, None]) -> Iterator[R]:
 
 @contextmanager
 def _on(name: str | None) -> Iterator[None]:
-    """Let joblib use the backend."""
+    """Make joblib use the named backend in this context."""
     import joblib
 
     check_backend(name)
@@ -137,7 +137,7 @@ def _ray() -> Iterator[None]:
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
         if host:  # Ray itself would try for minutes
-            if int(port) > 65535:  # the resolver would take it modulo 65536, where something else may listen
+            if int(port) > 65535:  # the resolver would use it modulo 65536, and something else may listen on that port
                 raise ValueError(port)
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)

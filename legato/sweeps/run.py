@@ -1,4 +1,4 @@
-"""Run the cells of a grid that are not finished yet, and return the rows."""
+"""Run the unfinished cells of a grid, and return its rows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def sweep(
     backend: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Results[SweepRow]:
-    """Simulate every cell of a grid; returns one row per cell, in the grid's order.
+    """Simulate every cell of a grid, and return one row per cell in the order of the grid.
 
-    Cells in the journal are not run again; each cell that is run is stored in it
+    Cells in the journal do not run again. A cell that runs is stored in the journal
     as soon as it is done. `jobs` is the number of cores (None: all), on this
     machine or on a `backend` (`legato.sweeps.parallel`). `progress(done, total)`
     is called as cells finish. A cell that fails is a row with an error. Raises
-    `InputError` if the backend cannot be used, or numba is missing where links are simulated.
+    `InputError` if the backend cannot be used, or if links are to be simulated and numba is missing.
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
@@ -63,7 +63,7 @@ def outcomes(
     backend: str | None,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Outcome]:
-    """Return the outcomes of cells by key: from the journal, or else `run(cell, its input)`.
+    """Return the outcomes of cells by key, from the journal or from `run(cell, input of the cell)`.
 
     The other arguments, and errors, are as in `sweep`.
     """
@@ -125,12 +125,12 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[Sw
 
 
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
-    """Return what a cell and its baseline have in common: the workload and the network, with this number of servers."""
+    """Return the workload and the network of a cell, with this number of servers; its baseline has the same."""
     return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
 
 
 def _labels(grid: Grid) -> dict[str, str]:
-    """Return the workloads' names by id, made unique where several workloads have the same name."""
+    """Return the workloads' names by id; names that several workloads share are made unique."""
     names = {files.identity(job): job.name for job in grid.workloads}
     every = list(names.values())
     return {job: name if every.count(name) == 1 else f"{name} ({job[:6]})" for job, name in names.items()}

@@ -1,4 +1,4 @@
-"""Write the rows of a sweep as Parquet or CSV."""
+"""Write the rows of a sweep to a Parquet or CSV file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["Row", "write_rows"]
 
 
 class Row(Protocol):
-    """A row of any sweep."""
+    """A row of a sweep of workloads or of whole jobs."""
 
     @property
     def columns(self) -> dict[str, Any]: ...
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write Parquet if the name ends in .parquet, which only workloads have, else CSV; completely or not at all.
+    """Write the rows as Parquet if the name ends in .parquet (only for workloads), or else as CSV.
 
-    Raises `FileError`, and `InputError` if pyarrow, the extra `legato[parquet]`, is not installed.
+    An error leaves no partial file. Raises `FileError`, and `InputError` if pyarrow (the extra `legato[parquet]`) is
+    not installed.
     """
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
@@ -37,7 +38,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _parquet(rows: Sequence[Row]) -> bytes:
-    try:  # heavy, and needed for Parquet only
+    try:  # slow to import, and only Parquet needs it
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ModuleNotFoundError:

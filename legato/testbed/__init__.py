@@ -1,1 +1,1 @@
-"""Try plans on real processes: hosts with shaped links on one machine, or the machines of a cluster."""
+"""Run plans in real processes, on hosts with shaped links on one machine, or on the machines of a cluster."""

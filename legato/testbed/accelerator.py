@@ -5,15 +5,15 @@ reads them where the workload's ops do. Its backward pass produces gradients of
 the real sizes, in the workload's order, through autograd, so hooks, buckets and
 reducers work as in any training. Between these events nothing is computed: the
 host sleeps until the emulated device is done. `EmulatedOptimizer` works in the
-same way. The models do not learn: gradients are constants.
+same way. The models do not learn, because gradients are constants.
 
 [Note: the device's clock] A host launches work on an accelerator and runs ahead
-of it; the device is idle only while it waits for a gradient or a parameter. The
-end of an op is therefore *planned*: the end of the op before it plus its
-duration. The host sleeps until then. If it wakes up too late, or was busy with
-packing a message, the planned end of the next op does not move. Only waiting for
-the network moves it, and is therefore enclosed by `ask` and `meet`: if the wait
-took time, the device cannot have started the next op before now.
+of it. The device is idle only while it waits for a gradient or a parameter.
+Therefore the end of an op is *planned*: it is the end of the previous op plus the
+op's duration. The host sleeps until that time. If the host wakes up too late, or was
+busy with packing a message, the planned end of the next op does not move. Only a wait
+for the network moves the planned end. `ask` and `meet` enclose such a wait: if the wait
+took time, the device cannot have started the next op before the wait ended.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from legato.core.workload import Workload
 __all__ = ["Clock", "EmulatedModel", "EmulatedOptimizer"]
 
 _PR_SET_TIMERSLACK = 29
-#: A wait that is shorter than this does not delay the device.
+#: Waits shorter than this many seconds do not delay the device.
 _AT_ONCE_S = 200e-6
 _DTYPES = {4: torch.float32, 2: torch.float16}
 
 
 class Clock:
-    """Knows until when the device is busy (host seconds). For one thread, which Linux then wakes up precisely."""
+    """The time until which the device is busy (in host seconds).
+
+    One thread uses the clock, and the clock makes Linux wake up this thread precisely.
+    """
 
     def __init__(self) -> None:
         self.begin()
@@ -52,7 +55,7 @@ class Clock:
         self.busy_until = self._asked = time.perf_counter()
 
     def run(self, seconds: float) -> None:
-        """Let the device work for `seconds`; returns when it is done."""
+        """Let the device work for `seconds`, and return when it is done."""
         self.busy_until += seconds
         left = self.busy_until - time.perf_counter()
         if left > 0:
@@ -71,14 +74,14 @@ class Clock:
 
 
 class _Stretch(NamedTuple):
-    """Consecutive ops, and the tensors that are read before them or ready after them."""
+    """Consecutive ops without an event between them, and the tensors that are read before or ready after them."""
 
     seconds: float
     tensors: tuple[int, ...]
 
 
 class _Backward(Function):
-    """One stretch of the backward pass; the stretches form a chain, in reverse in the forward direction."""
+    """The autograd function of one stretch of the backward pass; the forward pass chains them in reverse order."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -97,15 +100,15 @@ class _Backward(Function):
 
 
 class EmulatedModel(nn.Module):
-    """A module with a workload's parameters, which takes the workload's time; `model()` returns a loss.
+    """A module with a workload's parameters, whose passes take the workload's time; `model()` returns a loss.
 
-    Parameters are flat, in float32 (float16 if the size in bytes is not divisible
+    Parameters are flat, in float32 (or in float16 if the size in bytes is not divisible
     by four). Every gradient is filled with `1 + seed / 8`. With `shared`, the
     model uses the memory of another model's parameters and gradients. Raises
     `InputError` if a gradient has an odd number of bytes.
     """
 
-    #: Tells the runtime that nothing reads the memory that the gradients share with `gradients`.
+    #: Tells the runtime that nothing else reads the memory that gradients share with `gradients`.
     reads_no_gradients = True
 
     def __init__(self, workload: Workload, *, clock: Clock, seed: int = 0, shared: EmulatedModel | None = None) -> None:
@@ -121,7 +124,7 @@ class EmulatedModel(nn.Module):
             self._parameters[tensor.name] = parameter  # names may have dots, which `register_parameter` refuses
 
     def follow(self, op_order: tuple[int, ...]) -> None:
-        """Run the ops in this order from now on (as in `Plan`: empty means the workload's own order)."""
+        """Run the ops in this order from now on; an empty order means the workload's own order, as in `Plan`."""
         order = op_order or tuple(range(len(self.workload.ops)))
         self.forward_stretches = _forward(self.workload, order)
         self.backward_stretches = _backward(self.workload, order)
@@ -131,7 +134,7 @@ class EmulatedModel(nn.Module):
         for seconds, tensors in self.forward_stretches:
             self.clock.ask()
             for t in tensors:
-                self.ordered[t].detach()  # a read like any other, which makes a gated parameter wait
+                self.ordered[t].detach()  # reading a gated parameter waits for it
             self.clock.meet()
             self.clock.run(seconds)
         if not torch.is_grad_enabled():
@@ -144,12 +147,12 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """Takes the time of a workload's optimizer ops; an op runs when the last of its parameters is stepped.
+    """An optimizer that takes the time of a workload's optimizer ops; an op runs when its last parameter is stepped.
 
-    With only some elements of an op (`parameters`, or shards of them), it takes the same fraction of its time.
+    If it has only some elements of an op (some `parameters`, or shards), it takes only that fraction of the op's time.
     """
 
-    #: Tells the runtime that parameters, and their elements, may be stepped one by one.
+    #: Tells the runtime that it may step parameters, and even parts of them, one by one.
     steps_parameters_alone = True
     steps_elements_alone = True
 
@@ -167,7 +170,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.partial = parameters is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Take the time of the ops that these parameters complete; returns when it has passed."""
+        """Take the time of the ops that these parameters complete, and return when it has passed."""
         self.clock.meet()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -223,7 +226,7 @@ def _backward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
 
 
 def _updates(workload: Workload) -> list[_Stretch]:
-    """Split the optimizer ops; one that reads no gradient belongs to the next one that does."""
+    """Split the optimizer ops; an op without a gradient belongs to the next op that has one."""
     reads: dict[int, list[int]] = {}
     for t, tensor in enumerate(workload.tensors):
         for r in tensor.readers:
@@ -237,7 +240,7 @@ def _updates(workload: Workload) -> list[_Stretch]:
 
 
 def _runs(workload: Workload, ops: Iterable[int], tensors: Mapping[int, Sequence[int]]) -> list[_Stretch]:
-    """Split these ops after every one that has tensors."""
+    """Split these ops after every op that has tensors."""
     stretches, seconds = [], 0.0
     for i in ops:
         seconds += workload.ops[i].duration_s

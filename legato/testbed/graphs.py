@@ -1,8 +1,8 @@
-"""The emulated accelerator under `torch.compile`: each op of a workload is a node of a graph, which waits for its time.
+"""The emulated accelerator under `torch.compile`: each op of a workload is a graph node that takes the op's time.
 
 dynamo sees one call, which AOTAutograd expands to a forward and a backward graph
-with the workload's ops and dependencies. So the runtime sorts and cuts these graphs
-as it does with a real model's (`legato.pytorch.compiled`).
+with the workload's ops and dependencies. The runtime can therefore sort and cut these
+graphs like the graphs of a real model (`legato.pytorch.compiled`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDict
 
 
 def with_nodes(workload: Workload) -> Workload:
-    """The workload with its ops named after the nodes that they are in the graphs of a `CompiledModel`."""
+    """Return the workload with each op named after its node in the graphs of a `CompiledModel`."""
     names = iter(["run", *(f"run_{k}" for k in range(1, len(workload.ops)))])
     ops = (
         op if op.phase == "optimizer" else msgspec.structs.replace(op, name=f"graph 0/{op.phase}/{next(names)}")
@@ -38,11 +38,11 @@ def with_nodes(workload: Workload) -> Workload:
 
 
 class CompiledModel(EmulatedModel):
-    """An `EmulatedModel` whose passes are graphs of nodes, compiled by `aot_eager`."""
+    """An `EmulatedModel` whose passes are graphs compiled by `aot_eager`."""
 
     def __init__(self, workload: Workload, **options: Any) -> None:
         super().__init__(workload, **options)
-        self.start = torch.zeros(1, requires_grad=True)  # every op of the backward pass has a part in its gradient
+        self.start = torch.zeros(1, requires_grad=True)  # its gradient depends on every op of the backward pass
         self.reads: list[list[int]] = [[] for _ in workload.ops]
         for t, tensor in enumerate(workload.tensors):
             for op in tensor.readers:
@@ -55,7 +55,7 @@ class CompiledModel(EmulatedModel):
         return cast(Tensor, _passes(id(self), self.start, *self.ordered))  # pyrefly: ignore[not-callable]
 
     def run_op(self, op: int, reads: bool) -> None:
-        """Take the time of an op, after a wait for the network if it reads a parameter."""
+        """Take the time of an op; if it reads a parameter, wait for the network first."""
         if reads:
             self.clock.meet()
         self.clock.run(self.workload.ops[op].duration_s)
@@ -63,7 +63,7 @@ class CompiledModel(EmulatedModel):
 
 
 class _Passes(Function):
-    """The forward pass and the backward pass, op by op."""
+    """The autograd function that runs the forward pass and the backward pass op by op."""
 
     @staticmethod
     def forward(ctx: Any, model: int, start: Tensor, *parameters: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -97,7 +97,7 @@ def _run_phase(
     reads: Sequence[Sequence[Tensor]],
     finished: Callable[[int, Tensor], None],
 ) -> Tensor:
-    """Run the ops of a phase, and `finished(op, result)` after each; return a number that depends on all of them."""
+    """Run the ops of a phase, with `finished(op, result)` after each; return a number that depends on all results."""
     tokens: dict[int, Tensor] = {}
     unread: dict[int, Tensor] = {}
     for i in model.workload.phase_ops(phase):

@@ -1,32 +1,32 @@
-"""Hosts on one machine: Linux network namespaces, connected by links of a chosen bandwidth.
+"""Create hosts on one machine: Linux network namespaces, connected by links of a chosen bandwidth.
 
     host 0 (eth0) ---- (port0)              (port1) ---- (eth0) host 1
                               switch: bridge
     host 2 (eth0) ---- (port2)              (port3) ---- (eth0) host 3
 
-Every host is a namespace, and so is the switch. Nothing is added to the
-machine's own network: no interface, no address, no route. `tc` (`tbf`) shapes
+Every host is a namespace, and the switch is another namespace. Nothing is added to
+the machine's own network: no interface, no address, no route. `tc` (`tbf`) shapes
 both ends of each link: the host's eth0 shapes what the host sends, and the
-switch's port what the host receives. A link is therefore full duplex, and
+switch's port shapes what the host receives. A link is therefore full duplex, and
 several senders to one host share that host's link.
 
-[Note: users] Whoever may not make namespaces may nearly always make a user
-namespace first, and is root inside it. Only the processes that `Hosts` starts
-enter it; the caller does not. A process inside has user id 0, but no more
-rights outside than the caller: its files belong to the caller. Nothing is
-mounted, because containers forbid it, and all files are where they are outside:
-/proc and /sys show the machine's processes and interfaces.
+[Note: users] A user who may not create network namespaces can nearly always
+create a user namespace first, and is root inside it. Only the processes that
+`Hosts` starts enter it; the caller does not. A process inside has user id 0, but
+outside it has only the caller's rights: its files belong to the caller. Nothing is
+mounted, because containers forbid mounting, so processes see the same files as
+outside: /proc and /sys show the machine's processes and interfaces.
 
 [Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too
-large, small messages take no time; if it is too small, the timer refills it too
+large, small messages take no time. If it is too small, the timer refills it too
 late for the rate. TCP passes down segments of up to 64 KiB, which tbf has to
-split if they do not fit into the bucket, and a segment costs the CPU the same
-at any size. Segments are therefore half a millisecond long, up to 64 KiB, and a
-bucket holds two of them, or one millisecond: 125 KB at 1 Gbit. On two cores,
-this carries 95.6% of 1, 2 and 5 Gbit as payload (headers leave 95.6%), and 95,
-93 and 90% with both cores busy. Segments of an eighth of a millisecond then
-carry 94, 91 and 84%, and need ten times the time in soft interrupts (3.7 s
-instead of 0.3 s in a run of 9 s) when four hosts send at once.
+split if they do not fit into the bucket, and a segment costs the same CPU time
+at any size. Segments therefore last half a millisecond (at most 64 KiB), and a
+bucket holds two segments, or one millisecond: 125 KB at 1 Gbit. On two cores,
+links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers
+leave. With both cores busy, they carry 95, 93 and 90%. With segments of an eighth
+of a millisecond, they would carry 94, 91 and 84%, and need ten times as long in soft
+interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
 
 [Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's
 setting is. Machines of some clouds use BBR, which paces its sends by its own
@@ -34,11 +34,11 @@ estimate of the link's rate, and from time to time sends almost nothing to
 measure the delay. Congestion control is set on the route to the other hosts,
 because a namespace can select only what the machine allows.
 
-[Note: cleanup] The namespaces have no names, so they end with their last
-process. A process waits in each until its standard input ends, which is a pipe
-from the owner. The one in the switch is process 1 of a process namespace, in
-which all programs run: with it, the kernel ends them all. Leaving the context
-closes the pipes, and so does the kernel when the owner is killed.
+[Note: cleanup] The namespaces have no names, so each ends with its last
+process. In each namespace, a process waits until its standard input ends, which is a
+pipe from the owner. The waiting process of the switch is process 1 of a process
+namespace in which all programs run, so the kernel ends all of them when it ends.
+Leaving the context closes the pipes; if the owner is killed, the kernel closes them.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ _PROGRAMS = {
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
-#: Where programs of the administrator are, which are not on the PATH of all users.
+#: Folders with programs for administrators, which are not on the PATH of all users.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 _USER_NAMESPACE = ("--user", "--map-root-user")
 #: CAP_NET_ADMIN and CAP_SYS_ADMIN.
 _CAPABILITIES = 1 << 12 | 1 << 21
-#: What Linux says when namespaces cannot be made: they are forbidden, or there are as many as are allowed.
+#: The errors of Linux when namespaces are forbidden, or when there are already as many as allowed.
 _DENIALS = ("Operation not permitted", "Permission denied", "No space left on device")
-#: The settings that forbid namespaces: (name, value that forbids them, value that does not).
+#: Settings that can forbid namespaces: (name, value that forbids namespaces, value that allows namespaces).
 _OBSTACLES = (
     ("kernel.unprivileged_userns_clone", "0", "1"),
     ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
@@ -93,9 +93,9 @@ _OBSTACLES = (
 class Hosts:
     """`count` hosts, each with a full-duplex link of `bandwidth_bps` (bits per second) to one switch.
 
-    A context manager: it creates the hosts on entry, and on exit removes them
-    with all processes that still run in them. Raises `InputError` if this
-    machine cannot have them.
+    This is a context manager. It creates the hosts on entry; on exit, it removes them
+    and ends all processes that still run in them. Raises `InputError` if hosts cannot
+    be created on this machine.
 
         with Hosts(4, 1e9) as hosts:
             server = hosts.popen(0, ["iperf3", "-s"])
@@ -112,18 +112,18 @@ class Hosts:
             raise InputError(f"links of {bandwidth_bps:g} bit/s (expected at least 1Mbit)")
         self.count = count
         self.bandwidth_bps = bandwidth_bps
-        self._holders: list[subprocess.Popen[str]] = []  # of the switch, and of every host
+        self._holders: list[subprocess.Popen[str]] = []  # of the namespaces of the switch and of every host
         self._processes: list[subprocess.Popen[Any]] = []
 
     def address(self, i: int) -> str:
-        """Return the IPv4 address of host i, which only the other hosts can reach."""
+        """Return the IPv4 address of host i. Only the other hosts can reach it."""
         return f"10.77.0.{range(1, self.count + 1)[i]}"
 
     def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program inside host i, with the `options` of `subprocess.Popen`.
 
-        The process that is returned waits for the program, ends as it does, and
-        takes it along when it is killed. Ctrl-C does not reach it.
+        The returned process waits for the program and has the same exit status. Killing
+        it also kills the program. Ctrl-C does not reach it.
         """
         spaces = f"--pid=/proc/{self._holders[0].pid}/ns/pid_for_children"
         command = [*self._inside(range(self.count)[i] + 1), spaces, "setpriv", "--pdeathsig", "KILL", *arguments]
@@ -176,7 +176,7 @@ class Hosts:
         burst = int(_BUCKET * max(_SEGMENT_S * self.bandwidth_bps / 8, segment))
         shape = f"root tbf rate {self.bandwidth_bps:.0f}bit burst {burst}b latency {_QUEUE}"
         known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-        control = "cubic" if "cubic" in known else "reno"  # every kernel has that
+        control = "cubic" if "cubic" in known else "reno"  # every kernel has reno
         for i in hosts:
             address = self.address(i - 1)
             setup = [
@@ -190,12 +190,12 @@ class Hosts:
         self._tool(0, "tc", [f"qdisc add dev port{i} {shape}" for i in hosts])
 
     def _inside(self, k: int) -> list[str]:
-        """Return the start of a command that runs in the network of the switch (0) or of a host (from 1)."""
+        """Return the beginning of a command that runs in the network of the switch (0) or of host k - 1."""
         user = [f"--user=/proc/{self._holders[0].pid}/ns/user"] if self._user else []
         return ["nsenter", "--preserve-credentials", *user, f"--net=/proc/{self._holders[k].pid}/ns/net"]
 
     def _hold(self, *command: str) -> None:
-        """Start a process that waits, in the namespaces that this command makes, until its standard input ends."""
+        """Start a process that waits in the namespaces that this command creates, until its standard input ends."""
         process = subprocess.Popen(
             [*command, "sh", "-c", "echo && exec cat"],
             stdin=subprocess.PIPE,
@@ -211,7 +211,7 @@ class Hosts:
             raise self._refusal("unshare", process.communicate()[1])
 
     def _tool(self, k: int, program: str, lines: Sequence[str]) -> None:
-        """Run `ip` or `tc` on a list of commands, in the network of the switch (0) or of a host (from 1)."""
+        """Run a list of commands of `ip` or `tc` in the network of the switch (0) or of host k - 1."""
         done = subprocess.run(
             [*self._inside(k), program, "-batch", "-"],
             input="\n".join(lines) + "\n",
@@ -225,7 +225,7 @@ class Hosts:
             raise self._refusal(program, done.stderr)
 
     def _refusal(self, program: str, said: str) -> InputError:
-        """Return the error that says why this machine cannot have hosts, and what to do."""
+        """Return an error that says why hosts cannot be created on this machine, and what to do."""
         problem = (said.strip().splitlines() or ["no reason given"])[0].removeprefix(f"{program}: ")
         need = "shaped hosts need Linux with network namespaces, veth, bridge and tbf"
         if any(denial in problem for denial in _DENIALS):
@@ -233,8 +233,8 @@ class Hosts:
         return InputError(f"{need} ({program}: {problem})")
 
     def _remove(self) -> None:
-        for holder in self._holders:  # with the switch's, which is the first, all processes end
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead process that nobody reaps holds it up
+        for holder in self._holders:  # the first is the switch's, whose end ends all processes
+            with contextlib.suppress(subprocess.TimeoutExpired):  # ending takes longer if nobody reaps a dead process
                 holder.communicate(timeout=_PATIENCE_S)
         for process in self._processes:
             process.wait()
@@ -242,16 +242,16 @@ class Hosts:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """On SIGTERM, which `timeout` and job schedulers send, exit through all cleanup code.
+    """Exit through all cleanup code on SIGTERM, which `timeout` and job schedulers send.
 
-    A second SIGTERM is ignored: if a process group gets the signal, `timeout` sends it again.
+    A second SIGTERM is ignored, because `timeout` sends the signal to its child and again to the process group.
     """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def why_unavailable() -> str:
-    """Return one sentence on why this machine cannot have shaped hosts, or "" if it can; creates two to find out."""
+    """Create two shaped hosts, and return a sentence that says why that failed, or "" if it worked."""
     try:
         with Hosts(2, 1e9) as hosts:
             hosts.popen(0, ["true"]).wait()
@@ -261,19 +261,19 @@ def why_unavailable() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the tools: they are found, and speak English."""
+    """Return environment variables with which the tools are found and print English."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
     return {**os.environ, "PATH": path, "LC_ALL": "C"}
 
 
 def _is_capable() -> bool:
-    """Return whether this process may make network namespaces itself, as root may, unless it is root of a container."""
+    """Return whether this process may create network namespaces itself. Root may, but not in most containers."""
     effective = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
     return int(effective, 16) & _CAPABILITIES == _CAPABILITIES
 
 
 def _obstacle() -> str:
-    """Return what forbids namespaces on this machine, and what allows them, as far as it can be known."""
+    """Return in words what forbids namespaces on this machine and how to allow them, as far as is known."""
     for name, forbids, allows in _OBSTACLES:
         setting = _SETTINGS.joinpath(*name.split("."))
         if setting.is_file() and setting.read_text().strip() == forbids:

@@ -1,4 +1,4 @@
-"""Start worker processes and follow their progress: on loopback under torchrun, or each in its own shaped host."""
+"""Start worker processes and follow their progress: on loopback with torchrun, or each in its own shaped host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato.testbed.hosts import Hosts
 
 __all__ = ["Advance", "run_workers", "tell_progress"]
 
-#: Called with (stage, done, total) as the workers make progress.
+#: A function that is called with (stage, done, total) when the workers make progress.
 Advance = Callable[[str, int, int], None]
 
 _QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -35,11 +35,11 @@ def run_workers(
 ) -> None:
     """Run `python -m module...` on every worker until all have ended; their output goes to `log`.
 
-    The workers talk over loopback or, with a bandwidth (bits per second), each
-    runs in a host whose link has this bandwidth. Rank 0 reports progress on
-    standard output, one JSON object per line. When a worker fails, the others
+    Without a bandwidth, the workers communicate over loopback. With a bandwidth (bits per second),
+    each worker runs in a host whose link has this bandwidth. Rank 0 reports progress on
+    standard output, one JSON object per line. When a worker fails, all other workers
     are terminated. Raises `RankError` with the error message of the worker that
-    failed, and `InputError` if this machine cannot have shaped hosts.
+    failed, and `InputError` if shaped hosts cannot be created on this machine.
     """
     arguments = ["-m", *module]
     with log.open("w") as errors:
@@ -57,7 +57,7 @@ def run_workers(
 
 
 def tell_progress(rank: int) -> Advance:
-    """Return the function with which a worker reports progress to `run_workers`; only rank 0's prints."""
+    """Return a function that reports a worker's progress to `run_workers`; it prints only on rank 0."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if rank == 0:
@@ -68,7 +68,7 @@ def tell_progress(rank: int) -> Advance:
 
 @contextmanager
 def _on_loopback(arguments: Sequence[str], workers: int, log: IO[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start torchrun, which starts and monitors the workers; yield its process."""
+    """Start torchrun, which starts and monitors the workers, and yield its process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     job = subprocess.Popen(
         [*torchrun, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **_QUIET}
@@ -84,10 +84,11 @@ def _on_loopback(arguments: Sequence[str], workers: int, log: IO[str]) -> Iterat
 def _in_hosts(
     arguments: Sequence[str], workers: int, log: IO[str], bandwidth_bps: float
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start one process per worker, each in its own host; end them and remove the hosts on exit."""
+    """Start one process per worker, each in its own host; on exit, end the processes and remove the hosts."""
     with Hosts(workers, bandwidth_bps) as hosts:
         shared = {
-            "LEGATO_FLIGHT_DIR": str(Path(log.name).parent),  # process ids, which name the records, start anew
+            # Process ids start again in these hosts, and they name the records.
+            "LEGATO_FLIGHT_DIR": str(Path(log.name).parent),
             **os.environ,
             **_QUIET,
             "WORLD_SIZE": str(workers),
@@ -111,7 +112,7 @@ def _in_hosts(
 
 
 def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tuple[int, int]:
-    """Pass on the progress of the first process. Returns (k, exit status) of the first one to fail, or (0, 0)."""
+    """Pass on the progress of process 0; return (k, exit status) of the first process k that fails, or (0, 0)."""
     events: SimpleQueue[_Event] = SimpleQueue()
     readers = [Thread(target=_report, args=(k, process, events), daemon=True) for k, process in enumerate(processes)]
     for reader in readers:
@@ -130,7 +131,7 @@ def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tup
 
 
 def _report(k: int, process: subprocess.Popen[str], events: SimpleQueue[_Event]) -> None:
-    """Put the lines that a process prints, if they can be read, and then its exit status."""
+    """Put the lines that a process prints (if its output is a pipe) into `events`, and then its exit status."""
     with process:
         for line in process.stdout or ():
             events.put(line)

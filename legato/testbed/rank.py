@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @contextmanager
 def gloo_rank() -> Iterator[Advance]:
-    """Join a gloo process group, with one thread for computation; yield the function that reports progress.
+    """Join a gloo process group with one thread for computation, and yield the function that reports progress.
 
-    Without an error in the block, all ranks leave the group together.
+    If the block raises no error, all ranks leave the group together.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -34,7 +34,7 @@ def gloo_rank() -> Iterator[Advance]:
 
 
 def rehearse_task(kind: type[T], rehearse: Callable[[T, Advance], Any]) -> None:
-    """Rehearse the task in the file that is the first argument; rank 0 writes the result to the second."""
+    """Rehearse the task in the file named by the first argument; rank 0 writes the result to the second argument."""
     task, result = map(Path, sys.argv[1:])
     with gloo_rank() as advance:
         found = rehearse(msgspec.json.decode(task.read_bytes(), type=kind), advance)

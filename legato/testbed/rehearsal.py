@@ -1,7 +1,7 @@
-"""Rehearsals: run plans between shaped hosts on this machine, and compare the measurements with the predictions.
+"""Rehearsals: run plans between shaped hosts on this machine, and compare measurements with predictions.
 
-The real runtime runs over real `torch.distributed` and TCP; an emulated
-accelerator replaces only the arithmetic. This module does not need torch, but
+legato's runtime runs over real `torch.distributed` and TCP; only the arithmetic is
+replaced by an emulated accelerator. This module does not need torch, but
 the worker processes do (`legato.testbed.trial`).
 """
 
@@ -49,15 +49,15 @@ __all__ = [
     "select",
 ]
 
-#: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
+#: The name of stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
 BUCKETS = "ddp+merge-optimal"
-#: Stock DDP with torch's ZeroRedundancyOptimizer, and what is added to the name of a plan that is sharded.
+#: The name of stock DDP with torch's ZeroRedundancyOptimizer, and the suffix for names of sharded plans.
 ZERO, SHARDED = "ddp+zero", " sharded"
-#: Stock DDP with torch's hook that compresses, and what is added to the name of a plan that rounds some gradients.
+#: The name of stock DDP with torch's compression hook, and the suffix for names of plans that round gradients.
 HOOKED, ROUNDED = "ddp+hook", " rounded"
 #: The stages that are reported as progress, in order.
 STAGES = ("calibrate", "plan", "rehearse")
-#: The schedulers that `all` stands for, in the order in which they are tried.
+#: The schedulers that `all` means, in the order in which they are tried.
 ALL = ("ddp", BUCKETS, *(name for name in SCHEDULERS if name != "ddp"))
 
 Result = TypeVar("Result")
@@ -66,16 +66,16 @@ Result = TypeVar("Result")
 class Task(msgspec.Struct, frozen=True):
     """The task of the ranks of a rehearsal.
 
-    `schedulers` may include `BUCKETS`. At least `iterations` of each are timed.
-    With a `ratio`, computation is scaled so that all gradients in one message
-    take `ratio` times as long as computation. With a `cluster`, plans and
-    predictions are made for it instead of for the calibrated one. One iteration
+    `schedulers` may include `BUCKETS`. At least `iterations` iterations of each are timed.
+    With a `ratio`, computation is scaled so that sending all gradients in one message
+    takes `ratio` times as long as computation. With a `cluster`, plans and
+    predictions are made for it instead of for the calibrated cluster. One iteration
     of each scheduler in `traced` is recorded as a timeline. With `compiled`, the
-    plans run in compiled models, and may have orders of computation of their own;
-    DDP's models are not compiled: DDP has each gradient when its op ends, and no later.
-    With a `shard`, plans are also tried sharded, and so is DDP with torch's
-    ZeroRedundancyOptimizer, which is not predicted; with a `wire` format, with as
-    many gradients in it as the planner chooses, and DDP runs with torch's hook.
+    plans run in compiled models, which can compute in a plan's own order. DDP's models
+    are not compiled, so that DDP has each gradient as soon as its op ends.
+    With a `shard`, plans are also tried sharded, and DDP is also tried with torch's
+    ZeroRedundancyOptimizer, for which there is no prediction. With a `wire` format, plans
+    are also tried with some gradients in this format, and DDP with torch's hook.
     """
 
     workload: Workload
@@ -93,7 +93,7 @@ class Task(msgspec.Struct, frozen=True):
             raise unknown_name("shard", self.shard, SHARDS)
         check_rounding(self.wire, self.workload, shard=self.shard)
         if self.compiled and (self.shard, self.wire) != ("none", "none"):
-            raise InputError("compiled: given with shard or wire (expected one or the other)")
+            raise InputError("compiled: given with shard or wire (expected only one of the two)")
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)
@@ -114,11 +114,11 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One plan: the seconds of every timed iteration, and the prediction, if there is one.
+    """The result for one plan: the seconds of every timed iteration, and the prediction, if there is one.
 
-    `measured` is the timeline of one iteration, if the plan was traced; `rounded`
-    the fraction of the gradients' bytes that travel in a wire format, if the task has one;
-    `plan` the plan, if legato's runtime carried it out, or DDP has its buckets.
+    `measured` is the timeline of one iteration if the plan was traced. `rounded` is the
+    fraction of the gradients' bytes that are sent in a wire format if the task has one.
+    `plan` is set if legato's runtime ran the plan, or if DDP ran with the plan's buckets.
     """
 
     scheduler: str
@@ -136,7 +136,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float | None:
-        """The relative error of the prediction: predicted / measured - 1."""
+        """Return the relative error of the prediction: predicted / measured - 1."""
         return None if self.predicted is None else self.predicted.iteration_s / self.median_s - 1
 
     def measured_plan(self) -> MeasuredPlan:
@@ -151,7 +151,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Rehearsal(msgspec.Struct, frozen=True):
-    """The result of a rehearsal; `workload` is the one that was run, scaled if the task has a ratio."""
+    """The result of a rehearsal; `workload` is the workload that was run, scaled if the task has a ratio."""
 
     workload: Workload
     cluster: Cluster
@@ -177,12 +177,12 @@ class Rehearsal(msgspec.Struct, frozen=True):
         ]
 
     def describe(self) -> str:
-        """Return how long computation takes, and what no plan can be faster than."""
+        """Return in words how long computation takes, and the lower bound of all plans."""
         bound_s = min(t.lower_bound_s for t in self.trials if t.predicted is not None)
         return f"computation {format_seconds(self.workload.compute_s)}, bound {format_seconds(bound_s)}"
 
     def report(self, network: str) -> ModelReport:
-        """Return what is saved and shown; `network` describes the workers and their links in words."""
+        """Return the report that is saved and shown; `network` describes the workers and their links in words."""
         job, bounds = self.workload.name, {t.scheduler: t.lower_bound_s for t in self.trials if t.predicted is not None}
         drawn = [(t.scheduler, line) for t in self.trials for line in (t.predicted, t.measured) if line is not None]
         return ModelReport(
@@ -201,7 +201,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
 
 
 def select(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the schedulers to try: those named, or every one for `all`; DDP is always included, and comes first."""
+    """Return the schedulers to try: the named ones, or every scheduler for `all`. DDP always comes first."""
     chosen = ALL if "all" in names else tuple(dict.fromkeys(names))
     return ("ddp", *(name for name in chosen if name != "ddp"))
 
@@ -209,8 +209,8 @@ def select(names: Sequence[str]) -> tuple[str, ...]:
 def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> Rehearsal:
     """Try the plans of a task between `hosts` hosts with links of `bandwidth_bps` (bits per second).
 
-    Raises `InputError` if this machine cannot have such hosts, and `RankError`
-    with the error message of the process that failed; its log is then kept.
+    Raises `InputError` if such hosts cannot be created on this machine. Raises `RankError`
+    with the error message of a process that fails, and keeps its log.
     """
     if hosts < 2:
         raise InputError(f"{count(hosts, 'host')}: there is nothing to exchange (expected at least 2)")
@@ -220,7 +220,7 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
 def run_task(
     module: str, task: Any, kind: type[Result], processes: int, bandwidth_bps: float, advance: Advance
 ) -> Result:
-    """Run `python -m module` on a task in `processes` processes, each in its own host; returns the result of rank 0."""
+    """Run `python -m module` on a task in `processes` hosts, one process in each, and return the result of rank 0."""
     with ExitStack() as cleanup:
         folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
         cleanup.callback(shutil.rmtree, folder)
@@ -228,7 +228,7 @@ def run_task(
         write_text(given, msgspec.json.encode(task).decode())
         try:
             run_workers([module, str(given), str(result)], processes, folder / "workers.log", advance, bandwidth_bps)
-        except RankError:  # it names the log
+        except RankError:  # the message names the log
             cleanup.pop_all()
             raise
         return msgspec.json.decode(result.read_bytes(), type=kind)

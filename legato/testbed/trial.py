@@ -6,8 +6,8 @@ pass to the start of the next, on rank 0.
 
 [Note: memory] The models do not learn, so all plans share the memory of
 parameters and gradients. Only one plan of legato's runtime has message buffers
-at a time, and DDP has buckets only during its turn. The total is at most four
-times the gradients, or 18 GB for VGG-16 on eight hosts.
+at a time, and DDP has buckets only during its turn. In total, memory is at most four
+times the size of the gradients, or 18 GB for VGG-16 on eight hosts.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ __all__ = ["rehearse_here"]
 
 _BLOCK = 5  # the most iterations that are timed together
 _WARM = 2  # iterations before each block, which are not timed
-_WARM_GRAPHS = 4  # the same with compiled models, whose graphs are not cut at once
+_WARM_GRAPHS = 4  # the same for compiled models, whose graphs are cut only after some iterations
 _HOOKS: dict[Any, Any] = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-_TRACED = 3  # iterations that are traced; the median one is kept
+_TRACED = 3  # iterations that are traced; the one of median length is kept
 
 
 class _Runner(Protocol):
-    """One plan, ready to train with."""
+    """A plan that is ready to train."""
 
     name: str
 
     def iterations(self, count: int) -> list[float]:
-        """Run `count` iterations; return the times at which their backward passes began (host seconds)."""
+        """Run `count` iterations, and return the times at which their backward passes began (host seconds)."""
 
     def trace(self) -> list[Timeline]:
         """Return the timelines of a few iterations."""
 
 
 class _Loop:
-    """The training loop of an emulated model, under any wrapper."""
+    """The training loop of an emulated model in any wrapper."""
 
     def __init__(self, model: EmulatedModel, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
@@ -86,7 +86,7 @@ class _Loop:
 
 
 class _Ddp:
-    """`DistributedDataParallel`, with its default buckets or with given ones, which exist only while it runs."""
+    """`DistributedDataParallel` with default or given buckets, which exist only while it runs."""
 
     def __init__(self, name: str, shared: EmulatedModel, caps: Sequence[float] | None) -> None:
         self.name, self.shared = name, shared
@@ -102,7 +102,7 @@ class _Ddp:
 
     def iterations(self, count: int) -> list[float]:
         began = self._loop().run(count)
-        gc.collect()  # the wrapper and its hooks refer to each other, and share memory with the other plans' model
+        gc.collect()  # wrapper and hooks refer to each other, and share memory with the model of all plans
         return began
 
     def trace(self) -> list[Timeline]:
@@ -111,12 +111,12 @@ class _Ddp:
         with trace_ddp(loop.wrapped, loop.optimizer) as timelines:
             loop.run(_TRACED)
         del loop
-        gc.collect()  # while it shares memory with the other plans' model, no update of theirs may wait
+        gc.collect()  # it shares memory with the model of all plans, so no update of a plan may be pending
         return timelines
 
 
 class _Zero(_Ddp):
-    """`DistributedDataParallel` with torch's `ZeroRedundancyOptimizer`, whose ranks broadcast what they update."""
+    """`DistributedDataParallel` with torch's `ZeroRedundancyOptimizer`, whose ranks broadcast updated parameters."""
 
     def _optimizer(self, model: EmulatedModel) -> torch.optim.Optimizer:
         def of(parameters: Any, **_: Any) -> EmulatedOptimizer:
@@ -127,7 +127,7 @@ class _Zero(_Ddp):
 
 
 class _Hooked(_Ddp):
-    """`DistributedDataParallel` with torch's hook that sends gradients in a format of two bytes."""
+    """`DistributedDataParallel` with torch's hook that sends gradients in two bytes."""
 
     def __init__(self, name: str, shared: EmulatedModel, plan: Plan) -> None:
         super().__init__(name, shared, None)
@@ -135,17 +135,17 @@ class _Hooked(_Ddp):
 
     def _loop(self) -> _Loop:
         def hook(state: object, bucket: Any) -> Any:
-            return self.compress(state, bucket)  # under another name: DDP takes bf16's over NCCL only
+            return self.compress(state, bucket)  # with another name, because DDP accepts the bf16 hook only for NCCL
 
         distributed: Any = dist
-        hook.__annotations__ = {"state": object, "bucket": distributed.GradBucket}  # which torch checks
+        hook.__annotations__ = {"state": object, "bucket": distributed.GradBucket}  # torch checks the annotations
         loop = super()._loop()
         loop.wrapped.register_comm_hook(None, hook)
         return loop
 
 
 class _Planned:
-    """A plan in legato's runtime; all plans share one wrapped model, which adopts a plan when its turn comes."""
+    """A plan in legato's runtime; all plans share one wrapped model, which adopts the plan whose turn it is."""
 
     def __init__(self, name: str, plan: Plan, loop: _Loop) -> None:
         self.name, self.plan, self.loop = name, plan, loop
@@ -173,10 +173,10 @@ class _Prediction(msgspec.Struct, frozen=True):
 
 
 def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
-    """Calibrate this process group, plan for it, and measure every plan of the task; all ranks have to call this.
+    """Calibrate this process group, plan for it, and measure every plan of the task. All ranks must call this.
 
     `advance(stage, done, total)` reports progress. All ranks return the same
-    plans and predictions, and each its own measurements.
+    plans and predictions, but each rank returns its own measurements.
     """
     sizes = sizes_up_to(task.workload.nbytes)
     calibration = calibrate(sizes=sizes, progress=lambda done, total: advance(STAGES[0], done, total))
@@ -219,13 +219,13 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
 
 
 def _predicted(candidate: Candidate, name: str | None = None) -> _Prediction:
-    """Return the prediction of a plan, under its scheduler's name or another one."""
+    """Return the prediction of a plan, with its scheduler's name or the given name."""
     plan = candidate.plan
     return _Prediction(name or plan.scheduler, plan, candidate.timeline, candidate.bound.seconds)
 
 
 def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) -> list[_Prediction]:
-    """Make the plans on rank 0, and return them on all ranks."""
+    """Make the plans on rank 0, and return the plans on all ranks."""
     content = b""
     if dist.get_rank() == 0:
         names = dict.fromkeys("merge-optimal" if name == BUCKETS else name for name in task.schedulers)

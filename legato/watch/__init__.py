@@ -1,14 +1,14 @@
-"""`legato watch`: profiles a few steps of a training that runs as it is, and says what `legato advise` says of them.
+"""`legato watch`: profile a few steps of an unchanged training script, and print what `legato advise` says about them.
 
-[Note: the script's own process] The command makes way for `python train.py`, by `exec`. So `__main__`, arguments,
-pickles, spawned workers, tracebacks, the exit status and Ctrl-C are the script's own, and need no imitation. What is
-left of the command is one module that Python imports when it starts (`startup/sitecustomize.py`): it undoes the changes
-of the environment that brought it there, and puts a hook after the steps of all of torch's optimizers.
+[Note: the script's own process] The command replaces itself with `python train.py`, by `exec`. So `__main__`,
+arguments, pickles, spawned workers, tracebacks, the exit status and Ctrl-C behave as without legato. Only one module of
+the command stays: Python imports `startup/sitecustomize.py` when it starts. This module restores the environment
+variables that made Python import it, and registers a hook that runs after the steps of all torch optimizers.
 
-[Note: nothing waits for it] A step is counted on the thread that trains; so few of them are recorded that this is the
-only cost of the training. All else is done in the background: a thread sends the traces to rank 0 through the job's
-store, and processes of low priority compress and judge them. No collective is called, and the ranks do not negotiate:
-each counts the same steps.
+[Note: training does not wait] The training thread only counts steps, which is the only cost for steps that are not
+recorded. All other work runs in the background: a thread sends the traces to rank 0 through the job's store, and
+low-priority processes compress and judge them. legato calls no collective, and the ranks need not agree on anything,
+because all of them count the same steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from legato.core.errors import InputError
 
 __all__ = ["ROOT", "WARM_UP", "Settings", "become"]
 
-#: Steps that run under the profiler before those that are recorded: its first ones are slow.
+#: Steps that run under the profiler before the recorded steps, because its first steps are slow.
 WARM_UP = 2
 #: The folder that legato is imported from.
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -36,10 +36,11 @@ _STARTUP = str(Path(__file__).parent / "startup")
 
 @dataclass(frozen=True)
 class Settings:
-    """Which steps are recorded, and what becomes of the traces.
+    """Settings of `legato watch`: which steps to record, and what to do with the traces.
 
-    After the first `after` steps, `steps` are recorded, and so again `every` steps later. `stop` ends the script then.
-    `output` is the folder that keeps the traces, and `json` prints the last verdict when the script has ended.
+    After the first `after` steps and the warm-up, `steps` steps are recorded, and again every `every` steps. `stop`
+    ends the script after the first verdict. `output` is the folder that keeps the traces. With `json`, the last verdict
+    is printed when the script has ended.
     """
 
     after: int = 10
@@ -56,18 +57,18 @@ class Settings:
                 f"--every {self.every}: too few for {self.steps} recorded steps (expected {least} or more)"
             )
         if self.every is not None and self.stop:
-            raise InputError("--every with --stop (expected one or the other)")
+            raise InputError("--every with --stop (expected only one of the two)")
 
     @property
     def last(self) -> int:
-        """The last step of the first recording."""
+        """Return the number of the last step of the first recording."""
         return self.after + WARM_UP + self.steps
 
 
 def become(arguments: Sequence[str], settings: Settings) -> NoReturn:
-    """Become Python with these arguments, as it would be without legato, except for what watches it."""
+    """Replace this process with Python running these arguments, as without legato, except that it is watched."""
     if sys.flags.ignore_environment:
-        raise InputError("python -E or -I: what watches the script would be ignored (expected neither)")
+        raise InputError("python -E or -I: Python would not load the watcher of the script (expected neither)")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts scripts without buffers
         flags.append("-u")

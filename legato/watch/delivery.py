@@ -1,9 +1,9 @@
-"""Brings the traces of a recording to rank 0, which has them judged.
+"""Send the traces of a recording to rank 0, which runs a process that judges them.
 
-[Note: what it takes] A trace is compressed by a process of low priority, and passes through the job's store in pieces,
-of which a rank has at most one there: a store holds 32 MiB of them at most, since at most 32 ranks record. It is the
-connection of a clone of the store that waits, so the training's own never does. The judge is another process of low
-priority; it ends with its parent. Every wait has a limit.
+[Note: costs] A low-priority process compresses a trace. The trace then passes through the job's store in pieces of
+1 MiB. Each rank has at most one piece in the store, so the store holds about 32 MiB, as about 32 ranks record. All
+waiting is done on the connection of a clone of the store, so the training's own connection never waits. The judge is
+another low-priority process, which ends when its parent ends. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from legato.watch import ROOT, Settings
 __all__ = ["Delivery", "say"]
 
 _PIECE_BYTES = 2**20
-#: The most bytes of a rank's trace, compressed.
+#: The largest size of a rank's compressed trace.
 _MOST_BYTES = 256 * 2**20
-#: Rank 0 waits so long for each trace, and each rank so long for its turn; the verdict takes at most as long.
+#: Seconds that rank 0 waits for each piece of a trace, and seconds for a rank's turn and for the verdict.
 _TRACE_S, _TURN_S = 120.0, 600.0
-#: The key that rank 0 sets when it takes nothing more.
+#: The key that rank 0 sets when it accepts no more traces.
 _OVER = "over"
 _JUDGE = "from legato.cli.watch import judge; judge()"
 
 
 def say(text: str) -> None:
-    """Print lines to standard error, wherever the script has sent its own."""
+    """Print lines to the original standard error, even if the script has redirected its own."""
     with suppress(OSError, ValueError, AttributeError):  # closed, full, or none
         sys.__stderr__.write(f"legato: watch: {text}\n")  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]
 
 
 class Delivery(threading.Thread):
-    """Delivers the trace of one rank, in a thread; on rank 0, gathers all ranks' traces, and prints what they say.
+    """A thread that sends the trace of one rank to rank 0; on rank 0, it collects all traces and prints the verdict.
 
-    `trace` is where the rank saves its trace, and `problem` why it has none. `document` is the last verdict as JSON.
+    `trace` is the file in which the rank saves its trace, and `problem` says why it has none. `document` is the last
+    verdict as JSON.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Delivery(threading.Thread):
         super().__init__(name="legato watch", daemon=True)
         self._settings, self._rank, self._ranks, self._world = settings, rank, ranks, world
         self._first, self._last = before + 1, before + settings.steps
-        self._server = store  # of which this process may be the host
+        self._server = store  # kept alive, because this process may host the store
         self._store: Any = None if store is None else PrefixStore(f"legato/watch/steps/{before}", store.clone())
         self.folder = Path(tempfile.mkdtemp(prefix="legato-watch-"))
         self.trace = self.folder / "trace.json"
@@ -73,7 +74,7 @@ class Delivery(threading.Thread):
         self.cancelled = threading.Event()
 
     def run(self) -> None:
-        """Deliver."""
+        """Send or collect the traces, and print one line if that fails."""
         try:
             self._collect() if self._rank == 0 else self._send()
         except Exception as error:
@@ -86,7 +87,7 @@ class Delivery(threading.Thread):
             self.drop()
 
     def drop(self) -> None:
-        """Remove what this rank has left, and let no other rank wait for it."""
+        """Delete this rank's files; rank 0 also tells the other ranks not to wait."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(Exception):  # the store may have ended
             if self._rank == 0 and self._store is not None:
@@ -110,7 +111,7 @@ class Delivery(threading.Thread):
             self._store.set(key, piece)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield why there is no trace; or an empty piece, the pieces of the trace, and an empty piece."""
+        """Yield an empty piece, the pieces of the trace, and an empty piece; without a trace, yield only the reason."""
         try:
             packed = self._packed()
         except Exception as error:
@@ -123,7 +124,7 @@ class Delivery(threading.Thread):
         yield b""
 
     def _packed(self) -> Path:
-        """The trace of this rank, compressed."""
+        """Compress the trace of this rank, and return its file."""
         if self.problem:
             raise LegatoError(self.problem)
         self._process(["-m", "gzip", "--fast", str(self.trace)], _TRACE_S)
@@ -145,7 +146,7 @@ class Delivery(threading.Thread):
             try:
                 shutil.move(self._packed(), path) if rank == 0 else self._receive(str(rank), path)
             except Exception as error:
-                path.unlink(missing_ok=True)  # of this time, or of one before
+                path.unlink(missing_ok=True)  # of this recording or of an earlier run
                 problems.setdefault(one_line(str(error)), []).append(rank)
         for why, ranks in problems.items():
             say(f"no trace of rank {', '.join(map(str, ranks))}: {why}")
@@ -154,7 +155,7 @@ class Delivery(threading.Thread):
             raise LegatoError(next(iter(problems)))
         verdict = self._judged(traces)
         where = f"steps {self._first} to {self._last}, recorded on {arrived} of {count(self._world, 'rank')}"
-        where += ", which sends nothing" if self._world == 1 else ""
+        where += ", which communicates with no other" if self._world == 1 else ""
         say(f"{where}{f' ({self.cost})' if self.cost else ''}\n{verdict}")
 
     def _receive(self, key: str, path: Path) -> None:
@@ -172,7 +173,7 @@ class Delivery(threading.Thread):
         return piece
 
     def _judged(self, traces: Path) -> str:
-        """Return what `legato advise` prints of the traces; its page and its JSON are next to the folder."""
+        """Return what `legato advise` prints about the traces; its page and its JSON are written next to the folder."""
         document, before = traces.with_suffix(".json"), self.folder / "before.json"
         before.write_bytes(self.document)
         page = str(traces.with_suffix(".html")) if self._settings.output else ""
@@ -181,7 +182,10 @@ class Delivery(threading.Thread):
         return said.rstrip()
 
     def _process(self, arguments: list[str], seconds: float) -> str:
-        """Return what a Python process of low priority prints. Raises `LegatoError` if it fails, or takes longer."""
+        """Run Python at low priority, and return what it prints.
+
+        Raises `LegatoError` if the process fails, or does not end within `seconds`.
+        """
         printed = self.folder / "printed"
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         with printed.open("wb") as file:
@@ -205,7 +209,7 @@ class Delivery(threading.Thread):
         return said
 
     def _until(self, ready: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait, for a time; raises `LegatoError` after it, and when the script has ended."""
+        """Wait until `ready()`. Raises `LegatoError` after `seconds`, or when the script has ended."""
         pause_s, end_s = 1e-3, time.monotonic() + seconds
         while not ready():
             if self.cancelled.wait(pause_s):

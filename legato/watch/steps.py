@@ -1,4 +1,4 @@
-"""Counts the steps of a training, and records some of them with torch's profiler."""
+"""Count the steps of a training script, and record some of them with torch's profiler."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from legato.watch.delivery import Delivery, say
 
 __all__ = ["MOST_RANKS", "Watch", "recording_ranks"]
 
-#: Larger jobs record on whole hosts, evenly spaced, of this many ranks in all.
+#: In larger jobs, only about this number of ranks records: all ranks of evenly spaced hosts.
 MOST_RANKS = 32
-#: A recording ends without a verdict after these seconds, and this many times what its steps should take.
+#: A recording is given up after these seconds, plus this multiple of the time that its steps should take.
 _PATIENCE_S, _PATIENCE = 60.0, 10.0
-#: When the script ends, it waits so long for the verdict.
+#: When the script ends, it waits at most these seconds for the verdict.
 _EXIT_S = 300.0
-#: The last steps before a recording, which tell how long a step takes.
+#: The number of steps before a recording whose durations are known.
 _TIMED = 64
 
 
 def recording_ranks(world: int, per_host: int) -> list[int]:
-    """Return the ranks that record: all, or all ranks of evenly spaced hosts, the first host among them."""
+    """Return the ranks that record: all ranks, or in a large job the ranks of evenly spaced hosts."""
     if world <= MOST_RANKS:
         return list(range(world))
     hosts, chosen = -(-world // per_host), max(1, MOST_RANKS // per_host)
@@ -50,11 +50,10 @@ def recording_ranks(world: int, per_host: int) -> list[int]:
 
 
 class Watch:
-    """Watches the training of this process.
+    """The watcher of the training in this process.
 
-    A step is a step of the optimizer that has most parameters. A step that a `GradScaler` skips does not count, and
-    several backward passes that accumulate gradients make one step. (A fused optimizer that skips inside its kernel has
-    stepped.)
+    It counts the steps of the optimizer with the most parameters. A step that a `GradScaler` skips does not count,
+    unless a fused optimizer skips it inside its kernel. Several backward passes that accumulate gradients are one step.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -65,12 +64,12 @@ class Watch:
         self._moments: deque[float] = deque(maxlen=_TIMED)
         self._recording: _Recording | None = None
         self._delivery: Delivery | None = None
-        self._here = self._others = False  # whether this, and whether the script uses the profiler now
+        self._here = self._others = False  # is this code, or is the script, using the profiler now?
         on_profilers(self._script_profiles, self._script_profiled)
 
     @not_compiled
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped. Whatever goes wrong here is one line, and ends what is watched."""
+        """Handle a step of an optimizer. An error here prints one line and ends the watching, not the training."""
         try:
             with self._inside():
                 if not is_capturing() and self._counts(optimizer):
@@ -91,7 +90,7 @@ class Watch:
             self._here = before
 
     def _counts(self, optimizer: Any) -> bool:
-        """Return whether this optimizer has the most parameters. The steps of a larger one count from its first."""
+        """Return whether this optimizer has the most parameters. If a larger one steps, counting starts again."""
         if optimizer not in self._sizes:
             self._sizes[optimizer] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         chief = self._chief()
@@ -99,7 +98,7 @@ class Watch:
             self._chief = weakref.ref(optimizer)
             if chief is not None and (self._next or self._recording is not None):
                 if self._recording is not None:
-                    self._give_up("a larger optimizer has stepped meanwhile")
+                    self._give_up("an optimizer with more parameters stepped during the recording")
                 self._steps, self._next = 0, self._settings.after
         return self._chief() is optimizer
 
@@ -115,7 +114,7 @@ class Watch:
             self._begin()
 
     def _begin(self) -> None:
-        """Record from here on, if this rank should and can."""
+        """Start recording, if this rank should record and can."""
         rank, world = _place()
         ranks = recording_ranks(world, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if rank not in ranks:
@@ -125,13 +124,13 @@ class Watch:
         if self._delivery is not None and self._delivery.is_alive():
             delivery.drop()
             if rank == 0:
-                say(f"step {self._steps}: nothing is recorded, because the traces before are still judged")
+                say(f"step {self._steps}: not recorded, because the previous traces are still being judged")
             return
         self._delivery = delivery
         if self._others:
             self._give_up("the script profiles itself")
         elif threading.current_thread() is not threading.main_thread():
-            self._give_up("steps are not taken by the main thread")
+            self._give_up("the optimizer does not step in the main thread")
         else:
             durations = [b - a for a, b in pairwise(self._moments)]
             step_s = statistics.median(durations) if durations else 0.0
@@ -145,13 +144,13 @@ class Watch:
         meanwhile = [b - a for a, b in pairwise(self._moments)][-self._settings.steps :]
         assert self._delivery is not None
         self._delivery.cost = (
-            f"{format_seconds(recording.step_s)} a step before, {format_seconds(statistics.median(meanwhile))} "
-            f"meanwhile, and {format_seconds(saved_s)} once to save the trace"
+            f"{format_seconds(recording.step_s)} per step before, {format_seconds(statistics.median(meanwhile))} "
+            f"during the recording, and {format_seconds(saved_s)} once to save the trace"
         )
         self._delivery.start()
 
     def _give_up(self, why: str) -> None:
-        """End a recording without a trace, and tell rank 0 why."""
+        """End the recording without a trace, and tell rank 0 the reason."""
         recording, self._recording = self._recording, None
         try:
             if recording is not None:
@@ -167,10 +166,10 @@ class Watch:
 
     def _out_of_time(self, recording: _Recording, limit_s: float) -> None:
         if self._recording is recording and not self._here:
-            self._give_up(f"no steps came while they were recorded, for {format_seconds(limit_s)}")
+            self._give_up(f"the steps to record did not end within {format_seconds(limit_s)}")
 
     def _script_profiles(self) -> None:
-        """Make way for a profiler that the script starts: only one can run, and the script's comes first."""
+        """End the recording when the script starts a profiler: only one can run, and the script's has precedence."""
         if not self._here:
             self._others = True
             if self._recording is not None:
@@ -187,7 +186,7 @@ class Watch:
             self._delivery.join()
 
     def ended(self) -> None:
-        """The script has ended: wait for the verdict, or say why there is none."""
+        """Wait for the verdict at the end of the script, or say why there is none."""
         recording, self._recording = self._recording, None
         try:
             if recording is not None and self._delivery is not None:
@@ -205,13 +204,13 @@ class Watch:
         if (recording is not None or self._delivery is None) and not document and os.environ.get("RANK", "0") == "0":
             first, last = self._settings.last - self._settings.steps + 1, self._settings.last
             say(
-                f"no verdict: the script ended after {count(self._steps, 'step')}, and steps {first} to {last} "
-                "were to be recorded (--after and --steps)"
+                f"no verdict: the script ended after {count(self._steps, 'step')}, before steps {first} to {last} "
+                "were recorded (see --after and --steps)"
             )
 
 
 class _Recording:
-    """Some steps under the profiler; once their trace is saved, `saved_s` is how long that took."""
+    """A recording of some steps with the profiler. `saved_s` is the time that saving the trace took, or None."""
 
     def __init__(self, steps: int, trace: Path, step_s: float) -> None:
         wanted = profiler.schedule(wait=0, warmup=WARM_UP, active=steps, repeat=1)
@@ -222,8 +221,8 @@ class _Recording:
     saved_s: float | None
 
     def start(self, limit_s: float, late: Callable[[_Recording, float], None]) -> None:
-        """Begin; `late(self, limit_s)` is called in the main thread if the last step has not come then."""
-        # A thread that is not the profiler's cannot stop it, and a main thread in C cannot be asked otherwise.
+        """Start; after `limit_s` seconds without the last step, call `late(self, limit_s)` in the main thread."""
+        # Only the thread that started the profiler can stop it, and this call also reaches a main thread inside C code.
         self._late = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: late(self, limit_s) or 0)
         self._timer = threading.Timer(limit_s, lambda: ctypes.pythonapi.Py_AddPendingCall(self._late, None))
         self._timer.daemon = True
@@ -239,7 +238,7 @@ class _Recording:
             self.saved_s = time.perf_counter() - begin_s
 
     def end(self) -> None:
-        """Stop the profiler; without all steps, nothing is saved."""
+        """Stop the profiler. Unless all steps have been recorded, nothing is saved."""
         self._wanted = False
         self._timer.cancel()
         with _set_for_kineto():
@@ -253,10 +252,10 @@ class _Recording:
 
 @contextmanager
 def _set_for_kineto() -> Iterator[None]:
-    """Make Kineto print nothing, and leave a GPU when it has recorded, for else all later steps are slower.
+    """Make Kineto print nothing, and detach it from a GPU after recording, because otherwise later steps are slower.
 
-    It reads these settings, of the environment, when it is first used and when it ends. Before CUDA 12.6, CUDA graphs
-    crash once it has left.
+    Kineto reads these environment variables when it is first used and when it ends. Before CUDA 12.6, it is not
+    detached, because CUDA graphs would crash.
     """
     wanted = {"KINETO_LOG_LEVEL": "99"}
     if torch.version.cuda is not None and TorchVersion(torch.version.cuda) >= "12.6":
@@ -271,7 +270,7 @@ def _set_for_kineto() -> Iterator[None]:
 
 
 def _place() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), 1

@@ -49,18 +49,18 @@ def caveats(step: Step) -> Iterator[str]:
     yield f"efficiency {machine.efficiency:g} of {machine.name} ({whose})"
     if (likely := step.interval) is None:
         fitted = " with a default efficiency" if default else ""
-        yield f"no measured step is like this one{fitted} ({step.kind}): how far off it is, nobody knows"
+        yield f"no measured step is like this one{fitted} ({step.kind}), so its error is unknown"
     else:
         yield (
-            f"{format_seconds(likely.low_s)} to {format_seconds(likely.high_s)} in four cases of five, by "
+            f"{format_seconds(likely.low_s)} to {format_seconds(likely.high_s)} in four cases of five, according to "
             f"{likely.like.steps} measured steps of {count(likely.like.sources, 'source')} ({step.kind})"
         )
     if step.layer_s < SMALL_S and not framework.host_s:
         yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer (legato fit-machine)"
     if step.job.model.experts > 1 and not framework.mixture_s:
         yield (
-            "host work and small kernels of a mixture are counted as none: measured steps want 0 to 4 ms a layer and "
-            "micro-batch, and only a step of yours says how many (--mixture-time)"
+            "host work and small kernels of a mixture are counted as none: measured steps have 0 to 4 ms per layer and "
+            "micro-batch, and only measuring your own step tells (--mixture-time)"
         )
 
 

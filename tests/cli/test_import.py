@@ -66,10 +66,10 @@ def test_a_workload_goes_out_as_sends_and_comes_back(capsys, tmp_path, traces):
         (["kinet", "T"], "did you mean 'kineto'"),
         (["kineto", "none.json"], "none.json: cannot read"),
         (["kineto", "T", "--idle", "maybe"], "--idle"),
-        (["kineto", "T", "--forward", "1ms"], "--forward means nothing for kineto"),
+        (["kineto", "T", "--forward", "1ms"], "--forward does not apply to kineto"),
         (["chakra", "T"], "Chakra trace"),
-        (["chakra", "T", "--step", "1"], "--step means nothing for chakra"),
-        (["send-trace", "T", "--rank", "1"], "--rank means nothing"),
+        (["chakra", "T", "--step", "1"], "--step does not apply to chakra"),
+        (["send-trace", "T", "--rank", "1"], "--rank does not apply"),
         (["send-trace", "T"], "line 1"),
         (["execution-trace", "T"], "one of each per rank"),
     ],
@@ -88,7 +88,7 @@ def test_wrong_input_gets_one_line_and_no_file(capsys, tmp_path, traces, argumen
         (["-o", "x.json"], "no timelines"),
         (["-o", "x.et"], "needs one timeline"),
         (["-o", "x.csv"], "--workload"),
-        (["-o", "x.json", "--servers", "2"], "--servers means nothing"),
+        (["-o", "x.json", "--servers", "2"], "--servers does not apply"),
     ],
 )
 def test_wrong_exports_get_one_line(capsys, arguments, says):

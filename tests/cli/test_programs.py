@@ -61,10 +61,10 @@ def test_a_program_is_simulated_link_by_link(program, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fabric", "ring"], "--fabric: means nothing for a program"),
+        (["--fabric", "ring"], "--fabric: does not apply to a program"),
         (["--disturb", "link:4:2:0"], "link: 4 (expected 0 to 3)"),
         ([*FORMULAS, "--workers", 6], "workers: 6 (expected a multiple of the program's 4)"),
-        ([*FORMULAS, "--racks", 2], "--racks: means nothing by formulas (expected --fidelity flows)"),
+        ([*FORMULAS, "--racks", 2], "--racks: does not apply to --fidelity formulas (expected --fidelity flows)"),
     ],
 )
 def test_what_means_nothing_is_refused(program, capsys, options, message):
@@ -76,8 +76,8 @@ def test_a_program_is_imported_from_kineto_alone(tmp_path, capsys):
     paths = MeshJob().write(tmp_path)
     out = tmp_path / "p.json"
     for options, message in (
-        (["send-trace", *paths, "--program"], "--program means nothing for send-trace (expected kineto or chakra)"),
-        (["kineto", *paths, "--program", "--rank", 1], "--rank means nothing for --program"),
+        (["send-trace", *paths, "--program"], "--program does not apply to send-trace (expected kineto or chakra)"),
+        (["kineto", *paths, "--program", "--rank", 1], "--rank does not apply to --program"),
         (["kineto", *paths[:3], "--program"], "traces of rank 3: missing (expected traces of all 4 ranks)"),
     ):
         status, _, err = run(capsys, "import", *options, "-o", out)

@@ -185,7 +185,7 @@ def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
     assert all(timeline.spans for timeline in found)
     assert run(capsys, "report", *sorted(folder.iterdir()), "-o", report)[0] == 0
     page = report.read_text().partition("<script")[0]
-    assert "<h3>2 jobs on one network, predicted</h3>" in page and "All jobs from one moment on" in page
+    assert "<h3>2 jobs on one network, predicted</h3>" in page and "All jobs from the same moment" in page
     assert "Schedulers" not in page and "as fast" not in page and " under " not in page and "start of the" not in page
     assert "other" in report.read_text()
 
@@ -198,7 +198,7 @@ def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_pa
     mine, plan = folder / "job-2.json", folder / "job-1.json"
     for arguments in ((workload, mine), (mine, workload), (workload, other, "--plan", f"{plan}, {plan}")):
         status, out, err = run(capsys, "simulate", *arguments, *TWO, "-o", folder)
-        assert status == 2 and out == "" and "the same file as one that is read" in err, arguments
+        assert status == 2 and out == "" and "would overwrite an input file" in err, arguments
     assert mine.read_bytes() == other.read_bytes() and plan.read_bytes() == workload.read_bytes()
     assert run(capsys, "simulate", mine, *TWO, "-o", folder)[0] == 0  # of one job, job-1.json alone is written
 
@@ -206,9 +206,9 @@ def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_pa
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--shift", "1ms"), "--shift: means nothing for one job (expected --share)"),
-        (("--hosts", "spread"), "--hosts: means nothing for one job"),
-        (("--best-shift",), "--best-shift: means nothing for one job"),
+        (("--shift", "1ms"), "--shift: does not apply to one job (expected --share)"),
+        (("--hosts", "spread"), "--hosts: does not apply to one job"),
+        (("--best-shift",), "--best-shift: does not apply to one job"),
         (("--workers", "2,3"), "--workers: 2 values for 1 job"),
         (("--share",), "--fabric: 'all' (expected, with --share, one fabric"),
         (("--share", "--fabric", "ring,tree,ring"), "--fabric: 3 values for 2 jobs"),

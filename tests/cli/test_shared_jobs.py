@@ -72,7 +72,7 @@ def test_a_wrapping_beside_a_job_and_another_wrapping(jobs, tmp_path, capsys):
     status, _, err = run(capsys, "simulate", wrapped, jobs[1], "--share", "-o", tmp_path / "t")
     assert status == 2 and "--output: a program has no timeline" in err and len(err.splitlines()) == 1
     status, _, err = run(capsys, "simulate", wrapped, "--share")
-    assert status == 2 and "--share: means nothing for a program" in err
+    assert status == 2 and "--share: does not apply to a program" in err
     status, _, err = run(capsys, "simulate", jobs[1], workload, "--share")
     assert status == 2 and "together with whole jobs" in err
 
@@ -95,12 +95,12 @@ def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
     ("options", "message"),
     [
         (["--hosts", "together"], "--hosts: together (expected packed, spread or random"),
-        (["--priority", "2,1"], "--priority: means nothing for a whole job"),
-        (["--pace", "1s"], "--pace: means nothing for a whole job"),
-        (["--best-shift"], "--best-shift: means nothing for a whole job"),
-        (["--workers", 8], "--workers: means nothing for a whole job"),
-        (["--fabric", "ring"], "--fabric: means nothing for a whole job"),
-        (["--fidelity", "formulas"], "--share: means nothing by formulas (expected --fidelity flows)"),
+        (["--priority", "2,1"], "--priority: does not apply to a whole job"),
+        (["--pace", "1s"], "--pace: does not apply to a whole job"),
+        (["--best-shift"], "--best-shift: does not apply to a whole job"),
+        (["--workers", 8], "--workers: does not apply to a whole job"),
+        (["--fabric", "ring"], "--fabric: does not apply to a whole job"),
+        (["--fidelity", "formulas"], "--share: does not apply to --fidelity formulas (expected --fidelity flows)"),
         (["--shift", "1s,2s,3s"], "--shift: 3 values for 2 jobs (expected one for all, or one each)"),
         (["--iterations", 2000], "iterations: 2000 (expected 1 to 1,000 steps)"),
         (["--racks", 30], "racks: 30 (expected 1 to the 6 hosts)"),

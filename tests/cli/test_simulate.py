@@ -229,7 +229,7 @@ def test_a_workload_a_worker(capsys, workload):
         (("--local-bandwidth", "x"), "--local-bandwidth: 'x' is not a bandwidth"),
         (("--workers", "1048576", "--racks", "1024", "--fabric", "ring"), "ring: more than 100,000,000"),
         (("--fidelity", "formulas", "--jitter", "0.1"), "--fidelity formulas"),
-        (("--fidelity", "formulas", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
+        (("--fidelity", "formulas", "--message-bytes", "4MiB"), "message_bytes: does not apply"),
         (
             ("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"),
             "message_bytes: 1 makes 5,000,000 fragments (expected at most 1,000,000)",

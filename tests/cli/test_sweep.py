@@ -69,13 +69,13 @@ def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--share", "-o", "x.csv"), "--output: means nothing for jobs that share networks"),
-        (("--share", "--servers", 2), "--servers: means nothing for jobs that share networks"),
-        (("--share", "--jobs", 1), "--jobs: means nothing for jobs that share networks"),
+        (("--share", "-o", "x.csv"), "--output: does not apply to jobs that share networks"),
+        (("--share", "--servers", 2), "--servers: does not apply to jobs that share networks"),
+        (("--share", "--jobs", 1), "--jobs: does not apply to jobs that share networks"),
         (("--share", "--workers", "1,2,3"), "3 values for 2 jobs"),
         (("--share", "--fabric", "all"), "'all' (expected, with --share, one fabric for all jobs, or one each)"),
-        (("--share", "--fidelity", "formulas"), "means nothing by formulas"),
-        (("--hosts", "spread"), "--hosts: means nothing for one job (expected --share)"),
+        (("--share", "--fidelity", "formulas"), "does not apply to --fidelity formulas"),
+        (("--hosts", "spread"), "--hosts: does not apply to one job (expected --share)"),
     ],
 )
 def test_a_mix_that_makes_no_sense_gets_one_line(capsys, workload, options, words):

@@ -99,14 +99,14 @@ def test_a_job_is_simulated_link_by_link(small, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fidelity", "formulas", "--racks", 2], "--racks: means nothing by formulas (expected"),
+        (["--fidelity", "formulas", "--racks", 2], "--racks: does not apply to --fidelity formulas (expected"),
         (["--topology", "rails", "--gpus-per-host", 1], "topology: rails for hosts of 1 on one card"),
         (["--racks", 3000], "racks: 3000 (expected 1 to the 2048 hosts)"),
         (["--disturb", "link:16384:2:0"], "link: 16384 (expected 0 to 16383)"),
         (["--disturb", "compute:3:2"], "disturb: 'compute:3:2' (expected something like"),
-        (["--fidelity", "formulas", "--workers", 8], "--workers: means nothing for a whole job"),
-        (["--fidelity", "formulas", "-o", "t.json"], "--output: means nothing by formulas"),
-        (["--fidelity", "formulas", "--share"], "--share: means nothing for a whole job"),
+        (["--fidelity", "formulas", "--workers", 8], "--workers: does not apply to a whole job"),
+        (["--fidelity", "formulas", "-o", "t.json"], "--output: does not apply to --fidelity formulas"),
+        (["--fidelity", "formulas", "--share"], "--share: does not apply to a whole job"),
     ],
 )
 def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
@@ -141,8 +141,8 @@ def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
         ),
         ("llama-3-70b", ["--gradient-dtype", "bf16:int8"], "--gradient-dtype: 'bf16:int8' (expected fp32, bf16, or"),
         ("llama-3-70b", ["--data", 2, "--order", "data,tensor"], "order: data, tensor (expected each of"),
-        ("llama-3-70b", ["--data", 2, "--batch", 3], "--batch-size: means nothing for a whole job"),
-        ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: means nothing for a whole job"),
+        ("llama-3-70b", ["--data", 2, "--batch", 3], "--batch-size: does not apply to a whole job"),
+        ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: does not apply to a whole job"),
         ("llama-3-70b", ["--data", 2, "--recompute", "--recompute-only", "core"], "--recompute and --recompute-only"),
         ("resnet-v1-50", ["--data", 2], "resnet-v1-50: no language model (expected one of llm, gpt3"),
         ("deepseek-v3", ["--layers", 4], "model: latent attention only in whole jobs (expected --gpus"),
@@ -302,8 +302,8 @@ def test_the_first_cell_of_a_file_may_have_failed(small, capsys, tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fidelity", "formulas", "--workers", 4], "--workers: means nothing for a whole job"),
-        (["--fidelity", "formulas", "--racks", 2], "--racks: means nothing by formulas"),
+        (["--fidelity", "formulas", "--workers", 4], "--workers: does not apply to a whole job"),
+        (["--fidelity", "formulas", "--racks", 2], "--racks: does not apply to --fidelity formulas"),
         (["-o", "rows.parquet"], "--output rows.parquet: .parquet (expected .csv, .html, .svg, .pdf)"),
         (["--fidelity", "formulas", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
         (["--racks", "0,1"], "racks: 0"),
@@ -349,7 +349,7 @@ def test_deepseek_is_named_as_a_whole_job(capsys, tmp_path):
 @pytest.mark.parametrize("option", [["--machine", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
 def test_the_layout_and_machine_of_a_job_stay(job, capsys, option):
     status, out, err = run(capsys, "layouts", job, *option)
-    assert status == 2 and not out and err == f"legato: {option[0]}: means nothing for a whole job\n"
+    assert status == 2 and not out and err == f"legato: {option[0]}: does not apply to a whole job\n"
 
 
 def figures_of(page):
@@ -397,7 +397,7 @@ def test_every_part_of_a_step_can_be_drawn():
     [
         ("L.txt", ": .txt (expected .html, .svg, .pdf)"),
         ("missing/L.html", ": no such directory"),
-        ("J", ": the same file as one"),
+        ("J", ": would overwrite an input"),
     ],
 )
 def test_where_layouts_are_not_drawn(job, capsys, tmp_path, report, message):

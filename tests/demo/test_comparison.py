@@ -106,7 +106,7 @@ def test_without_hosts_the_demo_says_that_it_runs_over_loopback(monkeypatch, cap
     monkeypatch.setattr(hosts, "why_unavailable", lambda: "shaped hosts need root")
     assert _bandwidth_bps(None) is None
     said = "".join(capsys.readouterr())
-    assert said.startswith("over loopback, where ") and "shaped hosts need root" in said
+    assert said.startswith("using loopback, where ") and "shaped hosts need root" in said
     assert _bandwidth_bps("2Gbit") == 2e9  # what was asked for is tried, and refused with the reason
 
 

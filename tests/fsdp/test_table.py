@@ -130,7 +130,7 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--shard", "parameters", "--scheduler", "ddp"], "--scheduler: means nothing with --shard parameters"),
+        (["--shard", "parameters", "--scheduler", "ddp"], "--scheduler: does not apply with --shard parameters"),
         (["--shard", "parameters", "--check-bound"], "--check-bound"),
         (["--memory", "1GiB"], "--memory: with --shard none"),
         (["--shard", "parameters", "--memory", "1MiB"], "memory: 1 MiB"),
@@ -141,7 +141,7 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
         (["--shard", "parameters", "--machine", "h100", "--gpus-per-card", "2"], "--gpus-per-card: with --machine"),
         (["--machine", "h100", "--servers", "2"], "--servers: with --machine (expected one of the two)"),
         (["--machine", "h100", "--cluster", "c.json"], "--cluster and --machine: give one or the other"),
-        (["--shard", "parameters", "--servers", "2"], "--servers: means nothing with --shard parameters"),
+        (["--shard", "parameters", "--servers", "2"], "--servers: does not apply with --shard parameters"),
     ],
 )
 def test_options_that_do_not_fit_get_one_line(tmp_path, capsys, options, said):
@@ -169,5 +169,5 @@ def test_a_program_overwrites_no_file_that_is_read(tmp_path, capsys):
     model = tmp_path / "w.json"
     legato.write(model, LLAMA)
     status, _, err = run(capsys, "plan", model, "--shard", "parameters", "--program", model)
-    assert status == 2 and "--program" in err and "the same file as one that is read" in err
+    assert status == 2 and "--program" in err and "would overwrite an input file" in err
     assert legato.read(model) == LLAMA

@@ -176,9 +176,9 @@ def test_calibrate_reads_them(tmp_path, capsys):
     status, out, _ = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster, "--json")
     assert status == 0 and json.loads(out)["cluster"]["workers"] == json.loads(cluster.read_text())["workers"] == 16
     _, _, err = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster)
-    assert "measured between 2 ranks, and taken as the cost between 16" in err
+    assert "measured on 2 ranks, and used as the cost on 16" in err
     status, _, err = run(capsys, "calibrate", "--workers", "16", "-o", cluster)
-    assert status == 2 and "--workers means nothing without --nccl-tests" in err
+    assert status == 2 and "--workers does not apply without --nccl-tests" in err
 
 
 def test_times_that_no_line_fits_are_followed_and_plans_say_how_far_a_cost_is_off(tmp_path, capsys):

@@ -69,4 +69,4 @@ def test_parts_that_are_not_the_step_are_refused(seconds, parts):
 
 def test_strange_names_are_text():
     page = render(breakdown_report(EVIL))
-    assert EVIL not in page and "the efficiency is a default" in page and "What the predictions know" in page
+    assert EVIL not in page and "the efficiency is a default" in page and "What the predictions assume" in page

@@ -26,4 +26,4 @@ def test_an_iteration_below_the_bound_accuses_the_calibration():
 
 def test_iterations_that_vary_accuse_the_machine():
     (said,) = doubts({"ddp": CALM, "legato": [1.0, 1.3, 0.9, 1.6, 1.0, 1.4]}, {"ddp": 0.5, "legato": 0.5})
-    assert said.startswith("the machine was busy while measuring") and "iterations of legato are 33%" in said
+    assert said.startswith("the machine was busy while measuring") and "iterations of legato is 33%" in said

@@ -31,4 +31,4 @@ def test_the_command_says_so(tmp_path, capsys):
     options += ["--in-flight", "any"]
     status, out, err = run(capsys, "sweep", tmp_path / "chain.json", *options)
     assert status == 0 and "faster with" in out and "bandwidth_bps=1.1e+10" in out
-    assert "1 cell is slower than with less of one axis" in err
+    assert "1 cell is slower than a cell with slower links" in err

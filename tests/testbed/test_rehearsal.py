@@ -233,7 +233,10 @@ def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, d
     "arguments, said",
     [
         (["rehearse", "W", "--compiled", "--shard", "optimizer"], "compiled: given with shard or wire"),
-        (["rehearse", "W", "--servers", "1", "--wire", "bf16"], "--shard and --wire: not with parameter servers"),
+        (
+            ["rehearse", "W", "--servers", "1", "--wire", "bf16"],
+            "--shard and --wire: not available with parameter servers",
+        ),
         (["rehearse", "W", "--shard", "optimizer", "--wire", "bf16"], "wire"),
         (["rehearse", "nowhere.json"], "nowhere.json"),
         (["rehearse", "W", "--report", "nowhere/r.html"], "no such directory"),

@@ -82,7 +82,7 @@ def test_a_larger_optimizer_ends_a_recording_and_is_recorded_itself(watch):
     for _ in range(3):
         watched.stepped(small)
     watched.stepped(large)
-    assert "larger optimizer" in watched.delivered[0].problem
+    assert "optimizer with more parameters" in watched.delivered[0].problem
     for _ in range(7):
         watched.stepped(large)
     assert not watched.delivered[1].problem
@@ -103,7 +103,7 @@ def test_a_step_that_never_comes_ends_the_recording(watch, monkeypatch):
     until = time.monotonic() + PATIENCE_S
     while not watched.delivered and time.monotonic() < until:
         time.sleep(0.01)
-    assert "no steps came while they were recorded, for 100 ms" in watched.delivered[0].problem
+    assert "the steps to record did not end within 100 ms" in watched.delivered[0].problem
     with torch.profiler.profile():  # none runs any more
         watched.stepped(stepping)
     assert len(watched.delivered) == 1

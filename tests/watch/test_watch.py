@@ -188,8 +188,8 @@ def test_a_script_that_profiles_itself_keeps_its_profile():
 def test_too_few_steps_are_told():
     _, said = trained("ddp", "--after", "100")
     assert said == (
-        "legato: watch: no verdict: the script ended after 30 steps, and steps 103 to 106 were to be recorded (--after "
-        "and --steps)\n"
+        "legato: watch: no verdict: the script ended after 30 steps, before steps 103 to 106 were recorded (see "
+        "--after and --steps)\n"
     )
 
 
@@ -248,7 +248,9 @@ def test_elastic_restarts_have_a_verdict_of_their_own(tmp_path):
 def test_a_script_that_runs_alone():
     plain = python(SCRIPT, "alone")
     out, err = python(*WATCH, SCRIPT, "alone")
-    assert out == plain[0] and err.startswith("legato: watch: steps 13 to 16, recorded on 1 of 1 rank, which sends ")
+    assert out == plain[0] and err.startswith(
+        "legato: watch: steps 13 to 16, recorded on 1 of 1 rank, which communicates "
+    )
 
 
 @pytest.mark.slow

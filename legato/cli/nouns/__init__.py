@@ -1,7 +1,7 @@
-"""The faces of nouns on the command line, one file per noun: what a verb does with it, and the options that it takes.
+"""The faces of nouns on the command line, one file per noun.
 
-A verb has the options of all faces that it may call. It refuses an option that the face of the noun in its files does
-not take (`legato.cli.options`), so an option means something only to the nouns whose faces take it.
+A face is a function that applies a verb to a noun; its parameters are the options. A verb has the options of all of its
+faces, but refuses an option that the face of the noun in its files does not have (`legato.cli.options`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from legato.core.workload import Workload
 
 __all__ = ["faces", "run"]
 
-#: The module with the face of a noun, and the words for the noun, by the noun and whether several share a network.
+#: For each noun, alone (False) or sharing a network (True): the module with its faces, and the noun in words.
 _FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
     (Workload, False): (workload, "one job (expected --share)"),
     (Workload, True): (shared, "jobs that share networks"),
@@ -37,9 +37,9 @@ def faces(verb: str) -> list[Callable[..., None]]:
 
 
 def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
-    """Let the face of the nouns in these files carry out the verb: workloads, unless a file says something else.
+    """Read the nouns in these files, and call their face for the verb. A file without a known format is a workload.
 
-    Raises `InputError` if there is no such face, if the nouns have different faces, or if there may be only one file.
+    Raises `InputError` if there is no such face, if the nouns have different faces, or if there are too many files.
     """
     data = [files.load(path) for path in paths]
     kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]
@@ -49,8 +49,8 @@ def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
         raise InputError(f"{other}: together with {single.removeprefix('a ')}s (expected only one kind)")
     face = getattr(module, verb, None)
     if face is None:
-        raise InputError(f"{'--share' if share else verb}: means nothing for {words}")
+        raise InputError(f"{'--share' if share else verb}: does not apply to {words}")
     if face in (job.simulate, program.simulate) and len(paths) > 1:
         raise InputError(f"{paths[0]}: {words} together with other files (expected it alone, or --share)")
     nouns = [files.decode(one, own, str(path)) for one, own, path in zip(data, kinds, paths, strict=True)]
-    options.run(face, paths, nouns, wrong=f"means nothing for {words}")
+    options.run(face, paths, nouns, wrong=f"does not apply to {words}")

@@ -39,97 +39,106 @@ __all__ = [
     "write",
 ]
 
-#: The options about a machine's links, and about the network above them.
+#: The options about the links of a machine and the switches between machines.
 OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
-#: The table columns that hold text.
+#: Heads of the table columns that hold text.
 _NAMES = ("job", "waits for")
-#: Bytes of a gradient by its precision.
+#: Bytes per element of a gradient, by precision.
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: Steps that differ by a smaller share take as long.
+#: Steps whose times differ by a smaller share count as equal.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The options of how a whole job is divided among GPUs. Any of them makes one."""
+    """The options about how a whole job is divided among GPUs. With any of them, the file holds a whole job."""
 
-    PANEL: ClassVar = "Whole jobs (language models): any of these makes the file hold a job"
+    PANEL: ClassVar = "Whole jobs (language models): with any of these, the file holds a job"
 
-    tensor: int | None = setting(None, "Tensor-parallel GPUs.", show_default="1")
-    context: int | None = setting(None, "Context-parallel GPUs, which divide sequences.", show_default="1")
-    pipeline: int | None = setting(None, "Stages of the pipeline.", show_default="1")
-    data: int | None = setting(None, "Data-parallel replicas.", show_default="1, or what --gpus leaves")
-    expert: int | None = setting(None, "Data-parallel neighbours that divide the experts.", show_default="1")
+    tensor: int | None = setting(None, "Number of tensor-parallel GPUs.", show_default="1")
+    context: int | None = setting(None, "Number of context-parallel GPUs, which divide sequences.", show_default="1")
+    pipeline: int | None = setting(None, "Number of pipeline stages.", show_default="1")
+    data: int | None = setting(None, "Number of data-parallel replicas.", show_default="1, or from --gpus")
+    expert: int | None = setting(
+        None, "Number of neighbouring data-parallel GPUs that divide the experts.", show_default="1"
+    )
     expert_fold: bool | None = setting(
         None,
-        "Divide no expert: --expert counts the tensor- and context-parallel GPUs, too.",
+        "Leave experts whole: --expert then also counts tensor- and context-parallel GPUs.",
         "--expert-fold",
         show_default="tensor-parallel GPUs divide each expert",
     )
-    gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="the product")
+    gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="as the dimensions need")
     order: str | None = setting(
         None, "Order of the dimensions, outermost first.", show_default="pipeline,data,context,tensor"
     )
-    microbatches: int | None = setting(None, "Micro-batches of a replica and step.", show_default="1")
-    microbatch_size: int | None = setting(None, "Sequences of a micro-batch.", show_default="1")
-    pipeline_schedule: Schedule | None = setting(None, "Schedule of the pipeline.", show_default="1f1b")
-    chunks: int | None = setting(None, "Chunks of layers of a stage.", show_default="1; 2 if interleaved")
-    split: str | None = setting(None, "Layers of each chunk, such as 7,8,8,7.", show_default="even")
-    shard: Shard | None = setting(None, "What data-parallel GPUs keep only their own part of.", show_default="none")
+    microbatches: int | None = setting(None, "Number of micro-batches per replica and step.", show_default="1")
+    microbatch_size: int | None = setting(None, "Number of sequences in a micro-batch.", show_default="1")
+    pipeline_schedule: Schedule | None = setting(None, "Pipeline schedule.", show_default="1f1b")
+    chunks: int | None = setting(None, "Number of chunks of layers on each stage.", show_default="1; 2 if interleaved")
+    split: str | None = setting(None, "Number of layers in each chunk, such as 7,8,8,7.", show_default="even")
+    shard: Shard | None = setting(None, "What to shard across data-parallel GPUs.", show_default="none")
     replicas: int | None = setting(
-        None, "Groups of data-parallel GPUs that each have all parameters, with --shard parameters.", show_default="1"
+        None, "Number of data-parallel groups that each shard all parameters (HSDP).", show_default="1"
     )
     sequence_parallel: bool | None = setting(
-        None, "Divide sequences between tensor-parallel products.", "--sequence-parallel", show_default="no"
+        None,
+        "Divide sequences among tensor-parallel GPUs outside matrix products.",
+        "--sequence-parallel",
+        show_default="no",
     )
     recompute_only: Literal["core", "selective"] | None = setting(
-        None, "Recompute only attention's core, or every second product.", show_default="nothing; --recompute: all"
+        None,
+        "Recompute only attention (core), or every second matrix product and all elementwise operations (selective).",
+        show_default="nothing; --recompute: all",
     )
     preset: str | None = setting(
-        None, "Framework: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
+        None, "Framework to model: megatron-core, nemo, torchtitan or megatron-2021.", show_default="megatron-core"
     )
     overlap: str | None = setting(
         None,
-        f"Kinds of communication that run during computation, out of {', '.join(HIDDEN)}; or none.",
+        f"Kinds of communication that overlap with computation: {', '.join(HIDDEN)}; or none.",
         show_default="the preset's",
     )
     gradient_dtype: str | None = setting(
         None,
-        "Precision in which gradients are added up, fp32 or bf16; sent in another one: bf16:fp32.",
+        "Precision in which gradients are accumulated, fp32 or bf16; bf16:fp32 accumulates in bf16 and sends in fp32.",
         show_default="the preset's",
     )
     fused_loss: bool | None = setting(
         None,
-        "Whether the loss reads each GPU's part of the logits in 16 bits, or all of them in 32 bits.",
+        "Whether each GPU computes the loss from its part of the logits in 16 bits, or from all logits in 32 bits.",
         "--fused-loss/--whole-logits",
         show_default="the preset's",
     )
     deduplicate_experts: bool | None = setting(
         None,
-        "Send one copy of a token to the experts of a host.",
+        "Send only one copy of a token to each host, even if several experts there use it.",
         "--deduplicate-experts",
-        show_default="one to each expert",
+        show_default="a copy to each expert",
     )
     mixture_time: str | None = setting(
-        None, "Host work and small kernels of a mixture, per layer and micro-batch, such as 4ms.", show_default="none"
+        None,
+        "Time of host work and small kernels of a mixture of experts, per layer and micro-batch, such as 4ms.",
+        show_default="none",
     )
     host_time: str | None = setting(
-        None, "Time that no GPU work hides, per layer and micro-batch, such as 5ms.", show_default="none"
+        None, "Host time that GPU work does not hide, per layer and micro-batch, such as 5ms.", show_default="none"
     )
     attention_efficiency: float | None = setting(
-        None, "Share of the peak that attention reaches.", show_default="the device's"
+        None, "Share of peak FLOP/s that attention reaches.", show_default="the device's"
     )
     fused: bool | None = setting(
         None,
-        "Whether chains of elementwise operations are one kernel.",
+        "Whether a chain of elementwise operations runs as one kernel.",
         "--fused/--eager",
         show_default="the preset's",
     )
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts about a framework that the options give, by the fields of `Framework`."""
+        """Return the fields of `Framework` that the options set."""
         facts: dict[str, Any] = {
             "fused": self.fused, "fused_loss": self.fused_loss, "deduplicates": self.deduplicate_experts
         }  # fmt: skip
@@ -162,7 +171,7 @@ class Layout:
         return job(model, **fields, framework=framework, machine=machine, name=name)
 
 
-#: The options that are parameters of `legato.job`, with their names there.
+#: The parameter of `legato.job` for each option that sets one.
 _FIELDS = {
     **{name: name for name in (*DIMENSIONS, "expert", "gpus", "order", "microbatches", "chunks", "shard", "replicas")},
     **{name: name for name in ("expert_fold", "sequence_parallel", "overlap")},
@@ -193,7 +202,7 @@ def write(
     output: ModelOutput = None,
     json: Json = False,
 ) -> None:
-    """Write the job of a language model, and what its GPUs send."""
+    """Write the job of a language model, and print how many bytes its GPUs send."""
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import caveats
 
@@ -227,7 +236,7 @@ def simulate(
     output: TimelineOutput = None,
     json: Json = False,
 ) -> None:
-    """Print what a step of the job consists of, and if the network is disturbed, also the undisturbed step."""
+    """Print the parts of a step of the job, and if the network is disturbed, also the parts of an undisturbed step."""
     from legato.sweeps.jobs import on_network, step_on
     from legato.whole_jobs.told import caveats
 
@@ -252,10 +261,10 @@ def simulate(
         note(caveat)
     print_parts(f"{job}{where}", step.parts, None if quiet is None else ("undisturbed", quiet.parts))
     if quiet and abs(step.seconds - quiet.seconds) <= _ROUNDING * step.seconds:
-        note(f"{machine.axes['disturb']}: costs nothing; the step takes as long undisturbed")
+        note(f"{machine.axes['disturb']}: costs nothing; the step takes as long without it")
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
     if output is not None:
-        note(f"timeline of the lanes that differ -> {output}")
+        note(f"timeline of one lane of each kind -> {output}")
 
 
 def sweep(
@@ -268,7 +277,7 @@ def sweep(
     fidelity: Fidelity = None,
     json: Json = False,
 ) -> None:
-    """Predict the step of every job on every network, and write the rows where the options say, or print them."""
+    """Predict the step of every job on every network, print the rows, and write them to the files of the options."""
     from legato.sweeps import sweep_jobs
 
     by = fidelity_of(fidelity, "flows")
@@ -302,20 +311,20 @@ def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Repor
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
-    """Raise `InputError` if the fidelity is formulas and an option was typed that needs links."""
+    """Raise `InputError` if an option was typed that needs a simulation of links, but the fidelity is formulas."""
     typed = [axis.name for axis in machine.typed("switches")] + [name for name, value in others.items() if value]
     if typed and fidelity == "formulas":
         option = typed[0].replace("_", "-")
-        raise InputError(f"--{option}: means nothing by formulas (expected --fidelity flows)")
+        raise InputError(f"--{option}: does not apply to --fidelity formulas (expected --fidelity flows)")
 
 
 def said(machine: Given) -> str:
-    """Return in words what the options say about the network above a machine's links."""
+    """Return the options about switches in words."""
     return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
 
 
 def _differing(rows: Sequence[JobRow]) -> list[Axis]:
-    """Return the axes on which the rows have several values: the columns of the table."""
+    """Return the axes on which the rows have different values; these are columns of the table."""
     return [axis for axis in _axes(rows) if len({row.axes[axis.field] for row in rows}) > 1]
 
 
@@ -324,7 +333,7 @@ def _axes(rows: Sequence[JobRow]) -> list[Axis]:
 
 
 def _same(rows: Sequence[JobRow]) -> str:
-    """Return what the rows have in common and no column shows."""
+    """Return in words the values that all rows have in common."""
     same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
     return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
 
@@ -359,7 +368,7 @@ def _failed(rows: Sequence[JobRow]) -> list[str]:
 
 
 def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
-    """Return the page of one job: a drawing of what its step consists of on each network, and the table."""
+    """Return the page of one job: a chart with the parts of its step on each network, and a table."""
     from legato.reports.model import BreakdownChart, ModelReport
     from legato.whole_jobs.step import predict
     from legato.whole_jobs.told import DRAWN, breakdown, caveats

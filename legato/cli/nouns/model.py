@@ -1,4 +1,4 @@
-"""A language model and the GPU that it runs on: the options about them of the verbs `workload` and `layouts`."""
+"""The options of `workload` and `layouts` about a language model and the GPU that it runs on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato.core.quantities import parse_flops
 
 __all__ = ["LLM", "Computes", "ModelOutput", "Recompute", "Shape", "shape_of"]
 
-#: The name of a language model without a name of its own.
+#: The name of a model whose shape the options give.
 LLM = "llm"
 
 
@@ -35,19 +35,21 @@ ModelOutput = Annotated[
 
 @dataclass(frozen=True)
 class Computes:
-    """The options of what computes."""
+    """The options about the device that computes."""
 
     device: str | None = setting(
         None,
-        "GPU that computes, such as k80, p100, v100, a100, h100 or b200; for language models also a machine's file.",
+        "GPU to compute on, such as k80, p100, v100, a100, h100 or b200; for language models also a machine file.",
         "--machine",
         "--device",
         metavar="NAME|FILE",
         show_default="v100; h100 for language models",
     )
-    device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    device_flops: str | None = setting(
+        None, "Peak FLOP/s of the device, such as 10T.", show_default="from its data sheet"
+    )
     efficiency: float | None = setting(
-        None, "Share of the peak that matrix products reach.", show_default="0.5; for language models the machine's"
+        None, "Share of peak FLOP/s that matrix products reach.", show_default="0.5; for language models the machine's"
     )
 
     @property
@@ -55,7 +57,7 @@ class Computes:
         return None if self.device_flops is None else quantity("device-flops", self.device_flops, parse_flops)
 
     def machine(self) -> Machine:
-        """Return the machine of whole jobs. Raises `InputError` on another device."""
+        """Return the machine for a whole job. Raises `InputError` if the device is not known as a machine."""
         from legato.zoo.presets import machine_named
 
         changed = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiency}
@@ -65,33 +67,33 @@ class Computes:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a language model."""
+    """The options about the shape of a language model."""
 
     PANEL: ClassVar = "Language models: shape"
 
     layers: int | None = setting(None, "Number of layers.")
-    hidden: int | None = setting(None, "Width of the model.")
-    heads: int | None = setting(None, "Attention heads.")
-    kv_heads: int | None = setting(None, "Heads of the keys and values.", show_default="the attention heads")
-    intermediate: int | None = setting(None, "Width of the MLP.", show_default="3.5 x hidden")
-    experts: int | None = setting(None, "MLPs of a mixture of experts.", show_default="1")
-    active_experts: int | None = setting(None, "Experts that a token uses.", show_default="1")
-    vocabulary: int | None = setting(None, "Tokens in the vocabulary.", "--vocab")
+    hidden: int | None = setting(None, "Hidden size of the model.")
+    heads: int | None = setting(None, "Number of attention heads.")
+    kv_heads: int | None = setting(None, "Number of key and value heads.", show_default="as many as attention heads")
+    intermediate: int | None = setting(None, "Intermediate size of the MLP.", show_default="3.5 x hidden")
+    experts: int | None = setting(None, "Number of experts (MLPs) in a mixture.", show_default="1")
+    active_experts: int | None = setting(None, "Number of experts that each token uses.", show_default="1")
+    vocabulary: int | None = setting(None, "Number of tokens in the vocabulary.", "--vocab")
     tied: bool | None = setting(
         None,
-        "Whether the embeddings are also the output layer.",
+        "Whether the output layer shares the weights of the embeddings.",
         "--tied/--untied",
         show_default="untied; tied in gpt3",
     )
-    sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
+    sequence: int | None = setting(None, "Number of tokens in a sequence.", show_default="8192, or the paper's")
 
     def given(self) -> dict[str, Any]:
-        """Return what the options change."""
+        """Return the options that were given, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def shape_of(name: str, given: dict[str, Any]) -> LanguageModel:
-    """Return the shape of a language model, with what the options change in it."""
+    """Return the shape of the named language model, with the changes in `given`."""
     from legato import zoo
     from legato.zoo.language.configuration import model_of
     from legato.zoo.language.models import MODELS, model_named

@@ -1,4 +1,4 @@
-"""Programs of traced jobs: `legato import --program` writes one, `legato simulate` predicts it."""
+"""Programs of traced jobs: `legato import --program` writes them, and `legato simulate` predicts their steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_program", "program_values", "simulate", "step_values"]
 
-#: The links and the network, and how many workers the program is repeated on.
+#: The options about links and switches, and the number of workers on which the program is repeated.
 _Machine = Annotated[Given, axes("links", "switches", "workers", cluster=False, values="each job")]
 
 
 def simulate(
     _: list[Path], programs: list[Program], /, options: _Machine, fidelity: Fidelity = None, json: Json = False
 ) -> None:
-    """Print the parts of a program's step: predicted, and as traced."""
+    """Print the parts of a program's step, as predicted and as traced."""
     from legato.whole_jobs.flow.step import network_of
     from legato.whole_jobs.flow.step import simulate_program as simulated
     from legato.whole_jobs.traced import predict, repeated, replay
@@ -51,15 +51,15 @@ def simulate(
         print_json(values)
         return
     note(
-        f"{machine.links_in_words}; besides its bytes, a collective takes {format_seconds(machine.latency_s)} inside a "
-        f"host, {format_seconds(machine.network_latency_s)} between two, and {format_seconds(machine.hop_s)} for each "
-        "further one"
+        f"{machine.links_in_words}; the latency of a collective is {format_seconds(machine.latency_s)} inside a host, "
+        f"{format_seconds(machine.network_latency_s)} between two hosts, and {format_seconds(machine.hop_s)} more for "
+        "each further host"
     )
     if many is not program:
         copies = many.workers // program.workers
         note(
-            f"assumed: {copies} copies of the job, which compute and send as much as traced; only communications of "
-            "the kind data go between copies"
+            f"assumed: {copies} copies of the traced job, each of which computes and sends as much as traced; only "
+            "communications of the kind data connect copies"
         )
     title = f"{describe_program(many)}{said(options)}, by {fidelity}"
     print_parts(title, step.parts, None if traced is None else ("as traced", traced.parts))
@@ -79,7 +79,7 @@ def step_values(step: ProgramStep) -> dict[str, Any]:
 
 
 def describe_program(program: Program) -> str:
-    """Describe a program: its workers, and how many communications of each kind it has."""
+    """Return a phrase with the program's name, its number of workers and its communications by kind."""
     kinds = [one.kind for one in program.communications]
     told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return f"{program.name} on {count(program.workers, 'worker')} ({told or 'no communication'})"

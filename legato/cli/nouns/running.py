@@ -1,4 +1,4 @@
-"""The options of what a sweep simulates, how its cells are run, and where its rows are written."""
+"""The options that say what a sweep simulates, how its cells run, and where its rows are written."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
 
-#: The most rows that a table shows.
+#: A printed table shows at most this number of rows.
 MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The options of what is simulated on several networks, besides workloads."""
+    """The options that say what to simulate on several networks."""
 
     fabric: str = setting("ring", FABRIC_HELP)
     fidelity: Fidelity = None
@@ -45,15 +45,15 @@ class Cells:
 
 @dataclass(frozen=True)
 class Simulated(Cells):
-    """The options of what is simulated on one network."""
+    """The options that say what to simulate on one network."""
 
     fabric: str = setting("all", FABRIC_HELP)
     scheduler: str | None = setting(
         None,
-        "Name of the scheduler that plans, or FILE.py:FUNCTION; plain sends one message per tensor.",
+        "Name of the scheduler, or FILE.py:FUNCTION for your own; plain sends one message per tensor.",
         show_default="plain",
     )
-    plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
+    plan: Path | None = setting(None, "Simulate the plan in this file instead of a scheduler's plan.", metavar="P.json")
 
     def check(self) -> None:
         if self.plan is not None and self.scheduler is not None:
@@ -62,15 +62,15 @@ class Simulated(Cells):
 
 @dataclass(frozen=True)
 class Running:
-    """The options of how the cells are simulated."""
+    """The options that say how cells are run."""
 
     jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
     backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
-    fresh: bool = setting(False, "Forget finished cells and start again.", "--fresh")
+    fresh: bool = setting(False, "Discard finished cells and start again.", "--fresh")
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
-        """Yield how cells are run, as functions of `legato.sweeps` take it: with a journal next to the `kept` file."""
+        """Yield keyword arguments for functions of `legato.sweeps`, such as a journal next to the file `kept`."""
         from legato.sweeps.journal import Journal, journal_of
         from legato.sweeps.parallel import check_backend
 
@@ -94,7 +94,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Written:
-    """The options of the files for the rows."""
+    """The options that say where rows are written."""
 
     output: Path | None = setting(
         None,
@@ -105,7 +105,7 @@ class Written:
     report: Path | None = setting(None, "Write plots to this file, in addition to the rows.", metavar="R.html")
 
     def check(self, reads: Sequence[Path], *suffixes: str) -> None:
-        """Raise `InputError` if a file is also read, cannot be written, or has none of the suffixes of the output."""
+        """Raise `InputError` if an output file is also an input, cannot be written, or has an unknown suffix."""
         keep_apart(reads, output=self.output, report=self.report)
         check_file("report", self.report, ".html")
         check_file("output", self.output, *suffixes)
@@ -115,7 +115,7 @@ class Written:
         return [path for path in (self.output, self.report) if path is not None]
 
     def rows(self, rows: Sequence[Row], report: Callable[[], Report], show: Callable[[], None], json: bool) -> None:
-        """Write the rows, or a report that draws them, and print them as JSON, or as `show` does."""
+        """Write the rows, or a report that draws them, to the output files; print the rows as JSON or with `show`."""
         from legato.reports.html import write_report
         from legato.sweeps import write_rows
 
@@ -133,5 +133,5 @@ class Written:
 
     @property
     def first(self) -> Path | None:
-        """Return the file next to which finished cells are kept."""
+        """Return the file next to which the file of finished cells lies, or None if nothing is written."""
         return next(iter(self.paths), None)

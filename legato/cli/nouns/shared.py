@@ -1,4 +1,4 @@
-"""Workloads of jobs that share a network: `legato simulate --share`, and `legato sweep --share` on several networks."""
+"""Workloads as jobs that share a network: `legato simulate --share`, and `legato sweep --share` on many networks."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "simulate", "sweep"]
 
-#: The most cells of a sweep; each takes a second or more.
+#: The largest number of cells in a sweep; each takes a second or more.
 _MOST_CELLS = 1000
 
-#: The priorities that Crux would give.
+#: The value of --priority that asks for the priorities of Crux.
 BY_INTENSITY = "intensity"
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The options of where jobs that share a network are."""
+    """The option that places jobs that share a network on hosts."""
 
     PANEL: ClassVar = "Jobs that share a network (--share)"
 
     hosts: Literal["packed", "spread", "random", "together"] | None = setting(
         None,
-        "Hosts of the jobs: packed (one job after the other), spread over racks, random, or together (on the same).",
+        "Hosts of the jobs: packed (one job after another), spread over racks, random, or together on the same hosts.",
         metavar="NAME",
         show_default="packed",
     )
@@ -69,26 +69,26 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Places(Hosts):
-    """The options of where jobs that share a network are, and when they begin."""
+    """The options that say on which hosts jobs that share a network run, and when they start."""
 
-    shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
+    shift: str | None = setting(None, "Delay before a job starts, such as 120ms.", show_default="0")
 
 
 @dataclass(frozen=True)
 class Timed(Places):
-    """The options of jobs whose iterations can be timed: most take one value for all jobs, or one for each."""
+    """The options for jobs whose iterations are timed; most take one value for all jobs, or one for each job."""
 
     best_shift: bool = setting(
-        False, "Find the shifts with the smallest slowdowns, and what it costs to miss them.", "--best-shift"
+        False, "Find the shifts with the smallest mean slowdown, and the cost of missing them.", "--best-shift"
     )
     pace: str | None = setting(
         None,
-        "Least time from one start of an iteration to the next, so that a job keeps its shift.",
+        "Minimum time between the starts of two iterations of a job, so that it keeps its shift.",
         show_default="none",
     )
     priority: str | None = setting(
         None,
-        "Priority of a job on links, the highest first, such as 2,1; or intensity, for Crux's.",
+        "Priority of each job on links, such as 2,1 (highest first); or intensity, for the priorities of Crux.",
         show_default="equal",
     )
 
@@ -104,7 +104,7 @@ def simulate(
     output: TimelineOutput = None,
     json: Json = False,
 ) -> None:
-    """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
+    """Simulate jobs that share a network, and print how much they slow each other down."""
     from legato.simulator.flow import SharedNetwork
 
     what.check()
@@ -155,10 +155,10 @@ def sweep(
     how: Hosts,
     json: Json = False,
 ) -> None:
-    """Simulate a mix of jobs on every combination of networks, and print a row for each; `--workers` are the jobs'."""
+    """Simulate a mix of jobs on every network, and print a row for each; `--workers` has the sizes of the jobs."""
     _check_links(cells.fidelity)
     if "servers" in given.axes:
-        raise InputError("--servers: means nothing for jobs that share networks")
+        raise InputError("--servers: does not apply to jobs that share networks")
     how = Timed(hosts=how.hosts)
     what = Simulated(cells.fabric, None, cells.iterations, cells.scheduler)
     default = BY_NAME["workers"].usual
@@ -200,15 +200,15 @@ def sweep(
 
 def _check_links(fidelity: str | None) -> None:
     if fidelity_of(fidelity, "transfers") == "formulas":
-        raise InputError("--share: means nothing by formulas (expected --fidelity transfers)")
+        raise InputError("--share: does not apply to --fidelity formulas (expected --fidelity transfers)")
 
 
 def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
-    """Return the network with these values on its axes, and with room for jobs with these numbers of workers."""
+    """Return the network with these values of its axes, and with enough hosts for jobs of these numbers of workers."""
     from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweeps.grid import network_of
 
-    in_a_host = max(1, values["gpus_per_host"])  # less is refused by the network
+    in_a_host = max(1, values["gpus_per_host"])  # the network refuses less than 1
     return network_of(values | {"workers": in_a_host * num_hosts(workers, how.how, in_a_host), "servers": 1})
 
 
@@ -220,7 +220,7 @@ def _shared(
     how: Timed,
     options: dict[str, Any],
 ) -> tuple[SharedNetwork, int]:
-    """Return the jobs on a network, and the number of iterations, for `legato simulate` or a cell of a sweep."""
+    """Return the jobs on their shared network, and the number of iterations to simulate."""
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.shared.jobs import ITERATIONS
     from legato.simulator.flow.shared.placement import check_taken
@@ -278,7 +278,7 @@ def _jobs(
 
 
 def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
-    """Return a row for each case: equal priorities, the given ones, Crux's, and the best shifts."""
+    """Return a row for each case: equal priorities, given priorities, Crux's priorities, and the best shifts."""
     from legato.simulator.flow import best_shifts
 
     own_s = [job.shift_s for job in shared.jobs]
@@ -338,7 +338,7 @@ def _slowdown(slowdown: float) -> str:
     return f"{slowdown:.3f}x"
 
 
-#: The columns after the case and the job: the key of the job's value, the head, and how the value is written.
+#: The columns after the case and the job: the key of a value, its head, and the function that formats it.
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", str),
     "priority": ("priority", str),
@@ -354,7 +354,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with a line for each job in each case, and one for all jobs."""
+    """Return a table with a row for each job in each case, and a row for all jobs of a case."""
 
     def cells(found: dict[str, Any]) -> list[str]:
         there = {
@@ -380,8 +380,8 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _drifts(phases: Phases) -> Table:
-    """Return a table of the mean slowdown with the best shifts, and where they are missed."""
-    table = Table(title="where the jobs miss the best shifts", header_style="dim")
+    """Return a table of the mean slowdown with the best shifts, and when jobs miss them."""
+    table = Table(title="when the jobs miss the best shifts", header_style="dim")
     table.add_column("phase")
     table.add_column("mean slowdown", justify="right")
     found: list[tuple[str, float | None]] = [("best shifts", phases.times.slowdown)]

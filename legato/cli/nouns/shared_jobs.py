@@ -1,4 +1,4 @@
-"""`legato simulate --share` of whole jobs and programs: a step of each next to the others, and what it waits for."""
+"""`legato simulate --share` of whole jobs and programs: the step of each job on the shared network and alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-#: Changes by less than this share of a step alone are not shown.
+#: Changes by less than this share of the step on an unshared network are not shown.
 _LEAST_SHARE = 0.001
 
 
@@ -53,11 +53,11 @@ def simulate(
     from legato.zoo.presets import machine_named
 
     if len(given) == 1:
-        raise InputError(f"--share: means nothing for a {'whole job' if isinstance(given[0], Job) else 'program'}")
+        raise InputError(f"--share: does not apply to a {'whole job' if isinstance(given[0], Job) else 'program'}")
     if fidelity_of(fidelity, "flows") == "formulas":
-        raise InputError("--share: means nothing by formulas (expected --fidelity flows)")
+        raise InputError("--share: does not apply to --fidelity formulas (expected --fidelity flows)")
     if places.how == "together":
-        raise InputError("--hosts: together (expected packed, spread or random: a GPU has one whole job)")
+        raise InputError("--hosts: together (expected packed, spread or random: a GPU runs only one whole job)")
     if output is not None and any(isinstance(one, Program) for one in given):
         raise InputError("--output: a program has no timeline (expected whole jobs)")
     jobs: list[Job | Program] = [
@@ -100,7 +100,7 @@ def _slowdown(found: Sequence[SharedStep]) -> float:
 def _table(
     title: str, names: Sequence[str], sizes: Sequence[int], found: Sequence[SharedStep], window_s: tuple[float, float]
 ) -> Table:
-    """Return a table with a line for each job, and one for all."""
+    """Return a table with a row for each job, and a row for all jobs."""
     from legato.whole_jobs.step import waits
 
     table = Table("job", title=title, header_style="dim")
@@ -141,7 +141,7 @@ def _values(step: Step | ProgramStep) -> dict[str, Any]:
 
 
 def _longer(found: SharedStep) -> str:
-    """Say which parts of a step take longer next to the other jobs, as shares of the step alone, the largest first."""
+    """List the parts of a step that change because of other jobs, largest first, as shares of the unshared step."""
     more = {part: seconds / found.alone.seconds for part, seconds in found.longer_s.items()}
     shown = sorted((part for part in more if abs(more[part]) >= _LEAST_SHARE), key=lambda part: -more[part])
     return ", ".join(f"{part} {percent(more[part], signed=True)}" for part in shown) or "nothing"

@@ -1,4 +1,4 @@
-"""Workloads: `legato simulate` on one network, with a row for each fabric, and `legato sweep` of every combination."""
+"""Workloads: `legato simulate` on one network, with a row for each fabric, and `legato sweep` on many networks."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate", "sweep"]
 
-#: The most workers in a timeline file, which is for looking at.
+#: The largest number of workers in a timeline file, which is meant to be drawn.
 _MOST_DRAWN = 32
-#: The most pushes with which the baseline of speedups is simulated in addition to other fabrics.
+#: If speedups need a baseline that is not among the fabrics, it is simulated up to this number of pushes.
 _MOST_BASELINE = 1_000_000
 
 
@@ -73,7 +73,7 @@ def simulate(
     keep_apart([*paths, *([] if what.plan is None else [what.plan]), *given.files], output=output)
     fidelity = fidelity_of(what.fidelity, "transfers")
     if fidelity == "formulas" and options:
-        raise InputError(f"{min(options)}: means nothing by formulas (expected --fidelity transfers)")
+        raise InputError(f"{min(options)}: does not apply to --fidelity formulas (expected --fidelity transfers)")
     (workers,) = one_each("workers", given.axes.get("workers"), 1, whole, None)
     given = given.replace(workers=workers)
     machines = given.machines()
@@ -84,7 +84,7 @@ def simulate(
     servers = given.axes.get("servers")
     chosen = _fabrics(what.fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
     own = None if what.plan is None else files.read(what.plan, Plan)
-    # With disturbances, even by a factor of 1, so that both times are of the same iterations.
+    # With any disturbance, even one by a factor of 1, both times are for one iteration.
     iterations = 1 if what.iterations is None and network.disturbances else what.iterations
     simulation = Simulation(jobs, network, fidelity, iterations)
     if fidelity == "formulas" and what.fabric == "all":
@@ -108,7 +108,7 @@ def simulate(
     print_rows(", ".join(words), rows)
     free = [row["fabric"] for row in rows if row.get("undisturbed_s") == row["iteration_s"]]
     if free and network.disturbed:
-        note(f"{given.axes['disturb']}: costs nothing with {', '.join(free)}; iterations take as long undisturbed")
+        note(f"{given.axes['disturb']}: costs nothing with {', '.join(free)}; iterations take as long without it")
     if output is not None:
         shown = len({span.worker for span in timeline.spans})
         drawn = f" ({shown} of {count(number, 'worker')})" if fidelity == "transfers" and shown < number else ""
@@ -116,7 +116,7 @@ def simulate(
 
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
-    """Return the named fabrics, each with its own options. Raises `InputError` on an option that no fabric has."""
+    """Return the named fabrics, each with the options that it has; raise `InputError` if no fabric has an option."""
     from legato.simulator.flow.fabrics import check_options, fabric_names, fitting, label
 
     chosen = fabric_names() if names == "all" else list(map(fabric_of, split(names)))
@@ -129,7 +129,10 @@ def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str,
 def _plans(
     chosen: dict[str, Fabric], job: Workload, by: Plan | str | Scheduler, network: Network, *, leave_out: bool
 ) -> dict[str, Plan]:
-    """Return the plan for each fabric: a given plan, or a scheduler's. `leave_out` leaves out fabrics without one."""
+    """Return the plan for each fabric: the given plan, or the plan of a scheduler.
+
+    With `leave_out`, a fabric that the scheduler cannot plan for is left out. Otherwise raises `PlanError`.
+    """
     from legato.sweeps.cell import plan_for
 
     plans = {}
@@ -144,7 +147,7 @@ def _plans(
 
 
 def _fits_baseline(network: Network) -> bool:
-    """Return whether the baseline of speedups has all the servers that are disturbed."""
+    """Return whether the baseline of speedups has every server that a disturbance names."""
     from legato.simulator.flow import BASELINE, FABRICS
 
     return all(one.kind != "server" or one.number < FABRICS[BASELINE].servers for one in network.disturbances)
@@ -153,9 +156,10 @@ def _fits_baseline(network: Network) -> bool:
 def _rows(
     simulation: Simulation, chosen: dict[str, Fabric], plans: dict[str, Plan], *, with_baseline: bool
 ) -> tuple[list[dict[str, Any]], Timeline]:
-    """Return one row per fabric with a plan, and the timeline of the fastest one.
+    """Return one row per fabric with a plan, and the timeline of the fastest fabric.
 
-    Speedups are None if the baseline is not one of the fabrics, and is not simulated in addition (`with_baseline`).
+    If the baseline of speedups is not among the fabrics, it is simulated as well `with_baseline`, or else speedups are
+    None.
     """
     from legato.simulator.flow import BASELINE, FABRICS, plain_plan
 
@@ -193,7 +197,7 @@ def _rows(
 
 
 def _compiled_s() -> float:
-    """Return how long this process has compiled the flow simulator, if it has loaded it."""
+    """Return how many seconds this process has spent compiling the flow simulator."""
     loop = sys.modules.get("legato.simulator.flow.engine.loop")
     return 0.0 if loop is None else loop.compiled_s()
 
@@ -201,7 +205,7 @@ def _compiled_s() -> float:
 def _disturbed(
     simulation: Simulation, found: Timeline | FlowResult, plan: Plan, name: str, fabric: Fabric
 ) -> dict[str, Any]:
-    """Return what else is known about a fabric on a disturbed network: columns that only some tables have."""
+    """Return the additional columns of a fabric's row on a disturbed network, or nothing without disturbances."""
     network = simulation.network
     if isinstance(found, Timeline) or not network.disturbances:
         return {}
@@ -227,7 +231,7 @@ def sweep(
     running: Running,
     json: Json = False,
 ) -> None:
-    """Simulate every combination of workloads, networks and schedulers, and write the rows, or print them."""
+    """Simulate every combination of workloads, networks and schedulers, and write and print the rows."""
     from legato.reports.model import Report
     from legato.sweeps import Grid
     from legato.sweeps import sweep as sweep_grid
@@ -257,7 +261,7 @@ class _Column(NamedTuple):
 
 
 def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
-    """Return all columns of the table; only those that tell rows apart are shown."""
+    """Return all columns that the table can have; `_is_shown` chooses among them."""
     from legato.reports.sweeps import over
 
     def of(axis: Axis) -> _Column:
@@ -278,12 +282,12 @@ def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
 
 
 def _is_shown(head: str, texts: set[str]) -> bool:
-    """Return whether the table has this column: it has several values, or is always worth a look."""
+    """Return whether the table shows this column: if its values differ, or if it is always of interest."""
     return len(texts) > 1 or head == "iteration" or (head in ("utilization", "faster with") and bool(texts))
 
 
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
-    """Say what all cells have in common: the machines and links, and whatever else is not as usual."""
+    """Return in words what all cells have in common: machines, links, and other values that are not defaults."""
     from legato.simulator.flow.fabrics import fitting
     from legato.sweeps.grid import PLAIN
 
@@ -303,7 +307,7 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
 
 
 def _sends(grid: Grid) -> list[str]:
-    """Say for how long a send keeps its sender busy, if it does."""
+    """Return in words how long a send keeps its sender busy, or nothing if it does not."""
     latencies_s, (send_s,) = grid.values["latency_s"], grid.values["send_s"]
     latest_s = min(SEND_S, max(latencies_s)) if send_s is None else send_s
     less = ", or the latency" if latest_s > min(latencies_s) else ""
@@ -311,7 +315,10 @@ def _sends(grid: Grid) -> list[str]:
 
 
 def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
-    """Print one row per cell, or if there are many, the fastest on each network; the title has what is the same."""
+    """Print one row per cell, or, if there are many cells, the fastest one on each network.
+
+    The title has the values that all cells share.
+    """
     note_machine(network.named())
     shown, cluster = list(rows), "" if network.file is None else f"{network.file}: "
     title = ", ".join([cluster + count(len(rows), "cell"), *_same_everywhere(rows, grid)])
@@ -333,7 +340,7 @@ def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
         note(f"{sum(row.error == error for row in failed):,} failed ({names}): {error}")
     if odd := sum(row.anomaly is not None for row in rows):
         cells_are = "1 cell is" if odd == 1 else f"{odd:,} cells are"
-        note(f"{cells_are} slower than with less of one axis, as fixed priorities allow (Graham's anomalies)")
+        note(f"{cells_are} slower than a cell with slower links, more latency or fewer servers (Graham's anomalies)")
 
 
 def _fastest_each(rows: Sequence[SweepRow]) -> list[SweepRow]:

@@ -1,4 +1,4 @@
-"""`legato plan --shard parameters`: time against memory, and the torch code for the chosen row."""
+"""`legato plan --shard parameters`: a table of time and memory, and the torch code for the chosen row."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _Network = Annotated[Given, axes("workers", "links", "reduce", "gpus_per_card")]
 
 @dataclass(frozen=True)
 class FullySharded:
-    """The options that `--shard parameters` needs besides the network."""
+    """The options that only `--shard parameters` has."""
 
     PANEL = "Fully sharded training (--shard parameters)"
 
     memory: str | None = setting(
         None,
-        "Memory of a GPU for parameters, gradients, Adam's states and FSDP2's buffers, without activations.",
+        "Memory that a GPU has for parameters, gradients, Adam's states and FSDP2's buffers, not for activations.",
         metavar="SIZE",
         show_default="no limit",
     )
-    micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
+    micro_batches: int = setting(1, "Number of micro-batches whose gradients are accumulated in one step.")
     param_dtype: Precision | None = setting(
-        None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
+        None, "Precision in which parameters are gathered and used.", show_default="the workload's"
     )
     reduce_dtype: Precision = setting("fp32", "Precision in which gradients are reduced.")
-    host_time: str = setting("0s", "Time that the host needs for one group in a step; measure it if GPUs wait for it.")
+    host_time: str = setting("0s", "Host time per group and step; measure it if GPUs wait for the host.")
     report: Path | None = setting(
-        None, "Write a page with time over memory, and what a rank does, to this file.", metavar="R.html"
+        None, "Write a page that plots time against memory and shows what a rank does.", metavar="R.html"
     )
     program: Path | None = setting(
-        None, "Write what the GPUs do to this file: legato simulate runs it link by link.", metavar="P.json"
+        None, "Write what the GPUs do to this file, as a program for legato simulate.", metavar="P.json"
     )
-    code: bool = setting(False, "Print the torch code that wraps the model as the chosen row says.", "--code")
+    code: bool = setting(False, "Print the torch code that wraps the model as in the chosen row.", "--code")
 
     def sharding(self, workload: Workload, network: Given) -> Sharding:
         from legato.fsdp.table import Sharding
@@ -79,7 +79,7 @@ def plan(
     timeline: PlanTimeline = None,
     json: Json = False,
 ) -> None:
-    """Print the table, and write the chosen wrapping and its timeline to files."""
+    """Print the table of wrappings, and write the chosen wrapping and its timeline to files."""
     from legato.fsdp.table import compare, program_of_wrapping
     from legato.reports.html import write_report
     from legato.reports.model import Report
@@ -111,7 +111,7 @@ def plan(
         _print(f"{job.name} on {where}, parameters sharded", found)
         say(found.verdict)
     if (how.code or output is not None) and not job.modules:
-        note("the modules have the names of the workload; capture your model to have its own")
+        note("the modules are named as in the workload; capture your model to get its own names")
     for written in (output, timeline, how.report, how.program):
         if written is not None:
             note(f"{chosen.name} -> {written}")

@@ -1,4 +1,4 @@
-"""Figures 3 to 12: their values are not printed, so the claims about them are checked; all in the fitted mode."""
+"""Figures 3 to 12, in the fitted mode. The paper prints no values of these figures, so its claims are checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALIKE = 1.03
 
 
 def _bandwidths(label: str, model: str) -> Callable[[], Part]:
-    """Figs. 3 to 5: iteration times on 32 workers."""
+    """Compute iteration times on 32 workers by bandwidth (Figs. 3 to 5)."""
 
     def part() -> Part:
         times = {name: [iteration_s(model, "fitted", name, gbps=gbps) for gbps in _GBPS] for name in _TOP}
@@ -53,7 +53,7 @@ def _curves(x: Sequence[float], y: dict[str, list[float]]) -> dict[str, tuple[Se
 
 
 def _workers(label: str, model: str) -> Callable[[], Part]:
-    """Figs. 6 to 8: iteration times at 25 Gbps."""
+    """Compute iteration times at 25 Gbps by the number of workers (Figs. 6 to 8)."""
 
     def part() -> Part:
         names = (*_TOP, "ring+multicast")
@@ -85,14 +85,17 @@ def _synthetic_speedups(module: str) -> dict[str, list[float]]:
 
 
 def _ranking(label: str, row: str, gains: dict[str, list[float]]) -> Cell:
-    """8.7, where neighbours may be equal: ring, both, butterfly, multicast, aggregation."""
+    """Check the ranking of section 8.7, in which neighbours may be equal.
+
+    It is ring, multicast with aggregation, butterfly, multicast, and aggregation.
+    """
     names = ("ring", _BOTH, "butterfly", "multicast", "aggregation")
     holds = [all(gains[a][k] * _ALIKE >= gains[b][k] for a, b in pairwise(names)) for k in range(len(gains["ring"]))]
     return claim(label, row, "ranking of 8.7 holds", holds)
 
 
 def _network_heavy() -> Part:
-    """Fig. 9."""
+    """Compute speedups with more network-heavy modules (Fig. 9)."""
     label, row, gains = "Fig. 9", "Inception-v3 + 0 to 125 network-heavy modules", _synthetic_speedups(_NETWORK_HEAVY)
     below = [gains[name][k] < 2 for name in ("aggregation", "multicast") for k in range(len(_COUNTS))]
     grow = [a < b for name in _TOP for a, b in pairwise(gains[name])]
@@ -106,7 +109,7 @@ def _network_heavy() -> Part:
 
 
 def _compute_heavy() -> Part:
-    """Fig. 10."""
+    """Compute speedups with more compute-heavy modules (Fig. 10)."""
     label, row, gains = "Fig. 10", "Inception-v3 + 0 to 125 compute-heavy modules", _synthetic_speedups(_COMPUTE_HEAVY)
     fall = [a > b for name in _TOP for a, b in pairwise(gains[name])]
     equal = [gains["multicast"][k] * _ALIKE >= gains[_BOTH][k] for k in range(1, len(_COUNTS))]
@@ -121,7 +124,7 @@ def _compute_heavy() -> Part:
 
 
 def _faster(label: str, model: str) -> Callable[[], Part]:
-    """Figs. 11 and 12: faster computation."""
+    """Compute speedups with faster computation (Figs. 11 and 12)."""
 
     def part() -> Part:
         gains: dict[str, list[float]] = {name: [] for name in _ALL}

@@ -1,13 +1,13 @@
-"""The paper's traces, rebuilt from what it prints, and one simulation of them.
+"""The paper's traces, rebuilt from what the paper prints, and their simulation.
 
-*Literal* uses published inputs only: sizes from Table 2, forward and backward
+*Literal* uses only published inputs: sizes from Table 2, and forward and backward
 times from Table 3, distributed over the layers in proportion to the zoo's times.
 The backward pass up to the first gradient takes no time, since the paper's traces
 begin with the first gradient. The auxiliary classifier of Inception is not sent
 (section 5).
 
-*Fitted* changes one constant per model, the backward time, to the time that the
-ring column of Table 8 implies; the time in Table 3 is 0.09 to 0.2 s too short for
+*Fitted* changes one constant per model: the backward time becomes the time that the
+ring column of Table 8 implies. The time in Table 3 is 0.09 to 0.2 s too short for
 that column. VGG-16 needs no change.
 """
 
@@ -27,14 +27,14 @@ from legato.simulator.flow.fabrics import fitting
 
 __all__ = ["FITTED_BACKWARD_S", "MODES", "iteration_s", "job", "placement", "run", "synthetic"]
 
-#: The fitted constants: seconds of the backward pass after its first layer, one per model.
+#: The fitted constants, one per model: the seconds of the backward pass after its first layer.
 FITTED_BACKWARD_S = {"Inception-v3": 0.386, "Resnet-101": 0.380, "Resnet-200": 0.467}
 MODES = ("literal", "fitted")
 
 
 @cache
 def job(model: str, mode: str) -> Workload:
-    """The trace of a model, in one of the `MODES`."""
+    """Return the trace of a model in one of the `MODES`."""
     forward_s, backward_s = TABLE_3[model][:2]
     if mode == "fitted":
         backward_s = FITTED_BACKWARD_S.get(model, backward_s)
@@ -60,7 +60,7 @@ def synthetic(mode: str, module: str, count: int) -> Workload:
 
 
 def placement(model: str, servers: int) -> dict[str, int]:
-    """Return TensorFlow's placement: round robin over all variables in the order of their creation (Table 7)."""
+    """Return TensorFlow's placement, which is round robin over all variables in the order of creation (Table 7)."""
     return {variable.name: i % servers for i, variable in enumerate(zoo.variables(MODELS[model]))}
 
 
@@ -74,7 +74,7 @@ def run(
     iterations: int | None = None,
     **options: Any,
 ) -> FlowResult:
-    """Run one simulation, without latency, with a cut-through switch, and with any number of messages in flight."""
+    """Simulate without latency, with a cut-through switch, and with any number of messages in flight."""
     network = Network(workers=workers, bandwidth_bps=gbps * 1e9)
     found = fitting(name, {"in_flight": None} | options)
     return simulate_flow(workload, plan, found, network, iterations=iterations, keep_transfers=False)
@@ -82,5 +82,5 @@ def run(
 
 @cache
 def iteration_s(model: str, mode: str, name: str, workers: int = WORKERS, gbps: float = GBPS) -> float:
-    """Return the seconds of an iteration on one of the fabrics, with its default options."""
+    """Return the seconds of an iteration on the named fabric with default options."""
     return run(job(model, mode), name, workers=workers, gbps=gbps).iteration_s

@@ -1,4 +1,4 @@
-"""Tables 1 to 10, Figure 2 and the numbers in the text."""
+"""Compute Tables 1 to 10, Figure 2 and the numbers in the text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BASELINE, _BOTH = "parameter-server", "multicast+aggregation"
 
 
 def _validation() -> Part:
-    """Table 1, Sim; and VGG-16 once more with parameters handed out in a random order (section 9.4)."""
+    """Compute Table 1, "Sim", and VGG-16 also with parameters that are distributed in a random order (section 9.4)."""
     cells = []
     for model, published in TABLE_1.items():
         for mode in MODES:
@@ -69,7 +69,7 @@ def _random_order(workload: Workload) -> Plan:
 
 
 def _complexity() -> Part:
-    """Table 2: of the zoo's models as they are, without the published sizes; the auxiliary classifier left out."""
+    """Compute Table 2 for the zoo's models, without the published sizes and without the auxiliary classifier."""
     cells = []
     for model, (weights, gigabits, flops) in TABLE_2.items():
         network = zoo.model(MODELS[model])
@@ -81,7 +81,7 @@ def _complexity() -> Part:
 
 
 def _times() -> Part:
-    """Table 3: what follows from its other columns and Table 2."""
+    """Compute those columns of Table 3 that follow from its other columns and Table 2."""
     cells = []
     for model, (_, backward_s, network_s, ratio) in TABLE_3.items():
         ours = TABLE_2[model][1] / 25
@@ -91,7 +91,7 @@ def _times() -> Part:
 
 
 def _speedups(table: str, published: Mapping[str, Sequence[float]], names: Sequence[str]) -> Callable[[], Part]:
-    """Tables 4 and 6: factors over one parameter server."""
+    """Compute speedups over one parameter server (Tables 4 and 6)."""
 
     def part() -> Part:
         cells = [
@@ -110,7 +110,7 @@ def _speedup(model: str, mode: str, name: str) -> float:
 
 
 def _shares() -> Part:
-    """Table 7: bytes a server holds."""
+    """Compute the shares of bytes that servers hold (Table 7)."""
     cells = []
     for servers, model, least, most, second in TABLE_7:
         held = [0] * servers
@@ -126,7 +126,7 @@ def _shares() -> Part:
 
 
 def _even_shares() -> Part:
-    """Table 8."""
+    """Compute iteration times with even shares (Table 8)."""
     cells = []
     for model, published in TABLE_8.items():
         for mode in MODES:
@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Table 9: from the first parameter's sum of the first iteration to the same sum of the third, so two periods."""
+    """Compute the time of two iterations (Table 9), between sums of the first parameter in iterations 1 and 3."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:
@@ -162,7 +162,7 @@ def _barrier() -> Part:
 
 
 def _block() -> Part:
-    """Table 10."""
+    """Compute iteration times with block distribution (Table 10)."""
     cells = []
     for model, gbps, aggregation, block in TABLE_10:
         for mode in MODES:
@@ -175,10 +175,10 @@ def _block() -> Part:
 
 
 def _toy() -> Part:
-    """Fig. 2: three ops of 3 s, three parameters of 3 s, two workers; the switch adds up bytes as they come.
+    """Compute Fig. 2: two workers with three ops of 3 s and three parameters of 3 s.
 
-    A server that serves one worker after the other staggers them by a
-    parameter, 3 s; multicast does not.
+    The switch adds up bytes as they arrive. A server that sends to one worker after the other lets
+    the second worker start a parameter later, which is 3 s. With multicast, both start together.
     """
     gbps, count = 1.0, 3
     nbytes = round(3 * gbps * 1e9 / 8)
@@ -199,7 +199,7 @@ def _toy() -> Part:
 
 
 def _text() -> Part:
-    """Numbers and statements in the text, in the fitted mode where one is needed."""
+    """Compute numbers and statements in the text, in the fitted mode if they depend on the mode."""
     vgg = job("VGG-16", "literal")
     whole = run(vgg, "ring-whole", gbps=10).iteration_s
     largest = max(tensor.nbytes for tensor in vgg.tensors) * 8 / 1e9
@@ -231,7 +231,7 @@ def _fitted(model: str, name: str) -> float:
     return _speedup(model, "fitted", name)
 
 
-#: Every table, and Figure 2, by its label.
+#: The functions that compute every table and Figure 2, by label.
 TABLES: dict[str, Callable[[], Part]] = {
     "Table 1": _validation,
     "Table 2": _complexity,

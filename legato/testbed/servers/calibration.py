@@ -1,8 +1,8 @@
-"""Measure the cost of pushes and pulls between these hosts, through legato's runtime, as training sends them.
+"""Measure the cost of pushes and pulls between these hosts, with legato's runtime as in training.
 
 The calibration trains models of equal tensors without computation. An iteration
 then consists of all pushes, the servers' turn, and all pulls, and all workers
-start it together. The slowest links are the servers', or the workers'
+start it together. The slowest links are the links of servers, or the links of workers
 if there are more servers than workers. The messages and bytes on these links
 are known, and a linear fit gives the cost of a message, a byte and a turn.
 """
@@ -34,14 +34,14 @@ _COPY_BYTES = 1 << 23
 
 
 class Calibrated(msgspec.Struct, frozen=True):
-    """The costs, and the relative error of the predictions made with them (median over the sizes)."""
+    """The costs, and the relative error of predictions with these costs (median over the sizes)."""
 
     costs: ServerCosts
     fit_error: float
 
 
 def calibrate_servers(servers: int, agents: int, progress: Callable[[int, int], None]) -> Calibrated:
-    """Measure on all ranks together; returns the same on all of them."""
+    """Measure on all ranks together, and return the same costs on all ranks."""
     workers = dist.get_world_size() - servers - agents
     copies = max(1.0, workers / servers)
     rows, seconds = [], []
@@ -83,7 +83,7 @@ def _exchange_s(workload: Workload, workers: int, servers: int, agents: int) -> 
 
 
 def _flat(count: int, nbytes: int) -> Workload:
-    """Return a chain of layers that take no time, with one tensor each."""
+    """Return a chain of layers that take no time and have one tensor each."""
     ops = [Op(f"f{i}", "forward", 0.0, (i - 1,) if i else ()) for i in range(count)]
     ops += [Op(f"b{i}", "backward", 0.0, (count + i - 1,)) for i in range(count)]
     tensors = [Tensor(f"t{i}", nbytes, 2 * count - 1 - i, (i,)) for i in range(count)]
@@ -91,7 +91,7 @@ def _flat(count: int, nbytes: int) -> Workload:
 
 
 def _copy_s_per_byte() -> float:
-    """Measure a copy on rank 0, while the other ranks wait."""
+    """Return the seconds per byte of a copy, measured on rank 0 while the other ranks wait."""
     source, target = torch.zeros(_COPY_BYTES // 4), torch.zeros(_COPY_BYTES // 4)
     seconds = []
     if dist.get_rank() == 0:

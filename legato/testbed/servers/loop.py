@@ -1,4 +1,4 @@
-"""Train a workload with real parameter servers and emulated accelerators, and record what every worker measures."""
+"""Train a workload with real parameter servers and emulated accelerators, and record the times of every worker."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 
 __all__ = ["ServerLoop", "WorkerRun"]
 
-#: Iterations before those that count: in the first three, workers compare all their parameters.
+#: Iterations before the ones that count, because workers compare all their parameters in the first three iterations.
 WARM = 3
 _PATIENCE_S = 120.0
 
 
 class WorkerRun(msgspec.Struct, frozen=True):
-    """A worker's iterations: `began` has the start of each backward pass, `stepped` its end (host seconds).
+    """The iterations of a worker: `began` and `stepped` have the start and end of each backward pass (host seconds).
 
     `waited_s` is how long each iteration waited for parameters. `transfers` is
-    the number of transfers whose arrival was observed, and `out_of_order` how
-    many of these arrived before one of the same server that should have come
-    first.
+    the number of transfers whose arrival was observed. `out_of_order` is the number
+    of transfers that arrived before a transfer of the same server that was due earlier.
     """
 
     began: tuple[float, ...]
@@ -43,7 +42,7 @@ class WorkerRun(msgspec.Struct, frozen=True):
 
 
 class ServerLoop:
-    """Trains `workload`: the first ranks are workers, then come `servers` servers, then `agents` agents."""
+    """A training loop for `workload`: the first ranks are workers, then come `servers` servers and `agents` agents."""
 
     def __init__(self, workload: Workload, servers: int, agents: int = 0) -> None:
         self.servers, self.agents = servers, agents
@@ -53,16 +52,16 @@ class ServerLoop:
         self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
 
     def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
-        """Run a plan; return the result of each rank: a `WorkerRun`, None for a server, seconds per pass for an agent.
+        """Run a plan, and return the result of each rank: a `WorkerRun`, None for a server, or an agent's pass times.
 
-        A plan called `random` means a new order of pulls every time. With `look`,
+        A plan named `random` uses a new order of pulls in every iteration. With `look`,
         the order of arrival is observed, which takes CPU time and slows down
         everything. Agents pull only with `infer`.
         """
         return self._serve(plan, lambda m, o: _train(m, o, self.clock, iterations, look), seed, infer)
 
     def exchange(self, plan: Plan, iterations: int) -> list[float]:
-        """Return the seconds from a common start to the last worker's end, for pushes, the servers' turn and pulls."""
+        """Return the seconds of pushes, the servers' turn and pulls, from a common start to the last worker's end."""
 
         def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> list[float]:
             seconds = []
@@ -111,7 +110,7 @@ def _train(
             loss.backward()
             stepped.append(time.perf_counter())
             optimizer.step()
-    counted = record[WARM + 1 :][:iterations]  # each starts with the forward pass that ends a counted iteration
+    counted = record[WARM + 1 :][:iterations]  # a record begins with the forward pass that ends a counted iteration
     return WorkerRun(
         began=tuple(began[WARM : WARM + iterations + 1]),
         stepped=tuple(stepped[WARM : WARM + iterations]),

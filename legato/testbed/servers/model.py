@@ -1,14 +1,14 @@
-"""Predict training with parameter servers: the flow simulator, with a fabric that models legato's runtime.
+"""Predict training with parameter servers, by the flow simulator with a fabric that models legato's runtime.
 
 A worker and a server have one connection, which carries one message after
 another (`legato.pytorch.servers.protocol`). The connections of a link share its
 bandwidth evenly, as with TCP. A server waits for every worker's gradients of its
 own parameters, but not for other servers. Then it updates its parameters in the
-order of the pulls, and sends each one once it is updated. In random order, each
-worker has its own order.
+order of the pulls, and sends each parameter as soon as it is updated. Without a planned
+order, each worker has a different random order.
 
 [Note: cost of a message] The fixed time of a message (`ServerCosts.message_s`)
-is simulated as additional bytes: every simulated tensor is larger by the bytes
+is simulated by additional bytes: every simulated tensor is larger by the number of bytes
 that the link carries in this time.
 """
 
@@ -36,19 +36,19 @@ from legato.zoo import scale_compute
 
 __all__ = ["Prediction", "ServerCosts", "own_updates", "predict"]
 
-#: Number of random orders that are simulated; the prediction is their median.
+#: The number of random orders that are simulated; the prediction is their median.
 _DRAWS = 9
-#: A wait that is shorter than this does not delay the emulated device (`legato.testbed.accelerator`).
+#: Waits shorter than this many seconds do not delay the emulated device (`legato.testbed.accelerator`).
 _AT_ONCE_S = 200e-6
 
 
 class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The costs of pushes and pulls between these hosts, through legato's runtime.
+    """The costs of pushes and pulls between these hosts with legato's runtime.
 
     `bandwidth_bps` is the payload that a host's link carries in one direction
-    (bits per second), `message_s` the time of a message in addition to its
-    bytes, `turn_s` the time between the last gradient and the first value, and
-    `copy_s_per_byte` the time to copy a value into its parameter.
+    (bits per second). `message_s` is the time that each message takes in addition to its
+    bytes, `turn_s` is the time between the last gradient and the first value, and
+    `copy_s_per_byte` is the time to copy a value into its parameter.
     """
 
     bandwidth_bps: float
@@ -57,14 +57,14 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: float
 
     def cluster(self, workers: int, servers: int) -> Cluster:
-        """Return the cluster for planners: the cost of a push and a pull, if the slowest links are always in use."""
+        """Return the cluster for planners, with costs of pushes and pulls for slowest links that are never idle."""
         copies = max(1.0, workers / servers)
         cost = LinearCost(2 * copies * self.message_s, 2 * copies * 8 / self.bandwidth_bps)
         return Cluster(workers, {PARAMETER_SERVER: cost}, servers)
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """Seconds of an iteration, seconds of its pushes and pulls alone (TicTac's N), and its timeline."""
+    """The seconds of an iteration, the seconds of only its pushes and pulls (TicTac's N), and its timeline."""
 
     iteration_s: float
     communication_s: float
@@ -72,7 +72,10 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 def own_updates(workload: Workload) -> Workload:
-    """Return the workload with one optimizer op per tensor, its time by bytes: each server updates what it holds."""
+    """Return the workload with one optimizer op per tensor, because each server updates only its tensors.
+
+    The time of the optimizer is divided by bytes.
+    """
     kept = [i for i, op in enumerate(workload.ops) if op.phase != "optimizer"]
     if any(workload.ops[d].phase == "optimizer" for i in kept for d in workload.ops[i].deps):
         raise InputError(f"{workload.name}: an op of the model waits for an optimizer op (expected none that does)")
@@ -94,9 +97,9 @@ def _moved(op: Op, new: Mapping[int, int]) -> Op:
 
 
 def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, servers: int) -> Prediction:
-    """Predict an iteration under a plan; an unordered one means random orders, a different one per worker.
+    """Predict an iteration with a plan; in an unordered plan, each worker has its own random order.
 
-    `workload` is a result of `own_updates`. Every message has to be a whole tensor.
+    `workload` is a result of `own_updates`. Every message must be a whole tensor.
     """
     header = round(costs.message_s * costs.bandwidth_bps / 8)
     job, padded = _worker_part(workload, costs, header), _padded(plan, header)
@@ -121,7 +124,10 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
 
 
 def _worker_part(workload: Workload, costs: ServerCosts, header: int) -> Workload:
-    """Return the workers' part: no updates, and the first op that reads a parameter also copies its value."""
+    """Return the part of the workload that workers run: no updates, but copies of received values.
+
+    The first op that reads a parameter also copies its value.
+    """
     without = msgspec.structs.replace(
         workload,
         ops=tuple(op for op in workload.ops if op.phase != "optimizer"),
@@ -163,14 +169,17 @@ def _without_header(timeline: Timeline, header: int) -> Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class _RuntimeFabric(Servers):
-    """Models `legato.pytorch.servers`; `update_s` has the time to update each tensor, `seed` is for random orders."""
+    """A fabric that models `legato.pytorch.servers`.
+
+    `update_s` has the time to update each tensor, and `seed` determines random orders.
+    """
 
     turn_s: float = 0.0
     update_s: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        """Push the gradients: on each connection, one is sent when the one before it has arrived."""
+        """Push the gradients: each connection sends a gradient when the previous one has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         graph.edge(ready, turn)
@@ -181,7 +190,7 @@ class _RuntimeFabric(Servers):
         return graph.join(sent)[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send updated parameters to each worker in its order: one is sent when the one before it has arrived."""
+        """Send updated parameters to each worker in its order: each is sent when the previous one has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         servers = topology.server(fragments.server)[:, None]

@@ -1,7 +1,7 @@
-"""Rehearsals with parameter servers: run orders of pulls between shaped hosts, and compare with the predictions.
+"""Rehearsals with parameter servers: run orders of pulls between shaped hosts, and compare them with predictions.
 
-Each rank has its own host. Workers come first, then servers, then inference
-agents, as under `torchrun`. This module does not need torch, but the processes
+Each rank has its own host. The first ranks are workers, then come servers, then inference
+agents, as in training. This module does not need torch, but the worker processes
 do (`legato.testbed.servers.trial`).
 """
 
@@ -31,10 +31,10 @@ __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "
 
 
 class ServerTask(msgspec.Struct, frozen=True):
-    """The task of the ranks: at least `iterations` of each order are timed.
+    """The task of the ranks; at least `iterations` iterations of each order are timed.
 
-    With a `ratio`, computation is scaled so that all pushes and pulls alone take
-    `ratio` times as long as computation. With `agents`, each order is also
+    With a `ratio`, computation is scaled so that all pushes and pulls, without computation,
+    take `ratio` times as long as computation. With `agents`, each order is also
     trained while the agents infer; these iterations are not timed.
     """
 
@@ -56,12 +56,12 @@ class ServerTask(msgspec.Struct, frozen=True):
 
 
 class ServerTrial(msgspec.Struct, frozen=True):
-    """One order of pulls: the iterations of worker 0 (seconds each), and the prediction for one iteration.
+    """The result for one order of pulls: the iterations of worker 0 (seconds each), and the predicted iteration.
 
-    `waited_s` is the time that each iteration waited for parameters;
-    `straggler_s` the time between the first and the last worker's end of the
-    backward pass; `communication_s` the predicted time of all pushes and pulls
-    alone (TicTac's N); `agent_s` the time of each pull and forward pass of an
+    `waited_s` is the time that each iteration waited for parameters. `straggler_s` is
+    the time between the first and the last worker's end of the
+    backward pass. `communication_s` is the predicted time of only the pushes and pulls
+    (TicTac's N). `agent_s` is the time of each pull and forward pass of an
     agent during training. `transfers` and `out_of_order` are from an additional
     run in which the order of arrival was observed.
     """
@@ -85,12 +85,12 @@ class ServerTrial(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction: predicted / measured - 1."""
+        """Return the relative error of the prediction: predicted / measured - 1."""
         return self.predicted_s / self.median_s - 1
 
     @property
     def overlap(self) -> float:
-        """TicTac's overlap coefficient of the median iteration: (N + C - T) / min(N, C)."""
+        """Return TicTac's overlap coefficient of the median iteration: (N + C - T) / min(N, C)."""
         return overlap_coefficient(self.communication_s, self.computation_s, self.median_s)
 
     def measured_plan(self) -> MeasuredPlan:
@@ -117,7 +117,7 @@ class ServerTrial(msgspec.Struct, frozen=True):
 
 
 class ServerRehearsal(msgspec.Struct, frozen=True):
-    """The result of a rehearsal; `workload` is the one that was run, scaled if the task has a ratio."""
+    """The result of a rehearsal; `workload` is the workload that was run, scaled if the task has a ratio."""
 
     workload: Workload
     costs: ServerCosts
@@ -129,12 +129,12 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
         return [trial.row(random_s) for trial in self.trials]
 
     def describe(self) -> str:
-        """Return how long computation takes, and all transfers alone."""
+        """Return in words how long computation takes, and how long all transfers take without it."""
         compute, alone = (format_seconds(s) for s in (self.trials[0].computation_s, self.trials[0].communication_s))
         return f"computation {compute}, pushes and pulls alone {alone}"
 
     def report(self, network: str) -> ModelReport:
-        """Return what is saved and shown; `network` describes the workers, servers and their links in words."""
+        """Return the report that is saved and shown; `network` describes workers, servers and links in words."""
         job, trials = self.workload.name, self.trials
         measured = tuple(trial.measured_plan() for trial in trials)
         found = tuple(doubts({trial.scheduler: trial.measured_s for trial in trials}, {}))
@@ -147,7 +147,7 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
 
 
 def select_orders(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the orders to try: those named, or every one for `all`; `random` is always included, and comes first."""
+    """Return the orders to try: the named ones, or every order for `all`. The random order always comes first."""
     chosen = tuple(SERVER_SCHEDULERS) if "all" in names else tuple(dict.fromkeys(names))
     return ("random", *(name for name in chosen if name != "random"))
 
@@ -155,8 +155,8 @@ def select_orders(names: Sequence[str]) -> tuple[str, ...]:
 def rehearse_servers(task: ServerTask, hosts: int, bandwidth_bps: float, advance: Advance) -> ServerRehearsal:
     """Try the orders with `hosts` workers and the task's servers and agents, on links of `bandwidth_bps`.
 
-    Raises `InputError` if this machine cannot have such hosts, and `RankError`
-    with the error message of the process that failed; its log is then kept.
+    Raises `InputError` if such hosts cannot be created on this machine. Raises `RankError`
+    with the error message of a process that fails, and keeps its log.
     """
     if hosts < 1:
         raise InputError(f"{count(hosts, 'host')}: there is no worker (expected at least 1)")

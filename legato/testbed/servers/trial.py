@@ -39,14 +39,14 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Plans(msgspec.Struct, frozen=True):
-    """The message from rank 0 to the other ranks: the workload to run, and all orders."""
+    """The message from rank 0 to the other ranks, with the workload to run and all orders."""
 
     workload: Workload
     orders: list[_Order]
 
 
 def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
-    """Calibrate these ranks, plan for them, and measure every order of the task; all ranks have to call this.
+    """Calibrate these ranks, plan for them, and measure every order of the task. All ranks must call this.
 
     `advance(stage, done, total)` reports progress.
     """
@@ -77,7 +77,7 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
 
 
 def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Plans:
-    """Make the plans on rank 0, and return them on all ranks."""
+    """Make the plans on rank 0, and return the plans on all ranks."""
     content = b""
     if dist.get_rank() == 0:
         workers = dist.get_world_size() - task.servers - task.agents

@@ -1,6 +1,6 @@
-"""Imported by Python before a watched script: it leaves no trace of itself, and waits for torch's optimizers.
+"""The module that Python imports before a watched script. It hides itself, and waits for torch's optimizers.
 
-Nothing but the standard library is imported before an optimizer has stepped.
+It imports only the standard library until an optimizer takes a step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _MODULE = "torch.optim.optimizer"
 
 
 class _Start:
-    """Waits for the first step of any optimizer, and then lets `legato.watch.steps` count."""
+    """An import hook that waits for the first step of any optimizer, and then loads `legato.watch.steps`."""
 
     def __init__(self, start: dict[str, Any]) -> None:
         self._start = start
         self._watch: Any = None
         self._pid = os.getpid()
-        atexit.register(self._ended)  # the first, so that it is called last
+        atexit.register(self._ended)  # functions that are registered first are called last
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return Python's own specification of a module; optimizers also get a hook once theirs is loaded."""
+        """Return Python's own specification for torch's optimizers, changed so that loading it registers the hook."""
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
@@ -96,4 +96,4 @@ def _begin() -> None:
 if "LEGATO_WATCH" in os.environ:
     _begin()
     del sys.modules[__name__]
-    import_module(__name__)  # the user's, if there is one; if there is none, Python takes the error for that
+    import_module(__name__)  # the user's own sitecustomize; if there is none, Python ignores the ImportError
