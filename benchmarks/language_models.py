@@ -131,7 +131,8 @@ def rows() -> Iterator[str]:
             f"| {name} | {where} | {step.batch} | {'all' if step.recompute else ''} | {step.printed} | "
             f"{step.published_s:.2f} | {ours_s:.2f} | {ratios[-1]:.2f} | {step.source} |"
         )
-    yield f"Ratios from {min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}."
+    least, middle, most = min(ratios), statistics.median(ratios), max(ratios)
+    yield f"The ratios range from {least:.2f} to {most:.2f}, and their median is {middle:.2f}."
 
 
 if __name__ == "__main__":

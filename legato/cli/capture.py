@@ -21,7 +21,7 @@ def capture(
     name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the model's class")] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size to record in the workload.")] = 1,
     runs: Annotated[
-        int, typer.Option(help="Number of measured runs; the shortest time of each op counts.", min=1, max=2**20)
+        int, typer.Option(help="Number of measured runs; for each op, the shortest time is used.", min=1, max=2**20)
     ] = 5,
     threads: Annotated[
         int | None,

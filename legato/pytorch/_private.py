@@ -952,7 +952,7 @@ class _Away:
         return False
 
     def prepare_for_backward(self, _: Any) -> None:
-        """Note that a framework has announced a backward pass."""
+        """Record that a framework has announced a backward pass."""
         self._prepare()
 
 

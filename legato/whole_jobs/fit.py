@@ -1,8 +1,8 @@
 """A machine's efficiency from measured steps, and two more numbers that no data sheet has, where the steps tell them.
 
 The higher the efficiency of matrix products, the shorter the step of a job, so one step has one efficiency, which is
-found by bisection. Of several steps the median counts. Where communication takes longer than the computing that hides
-it, a step hardly depends on the efficiency, and cannot fit it.
+found by bisection. If there are several steps, their median is used. Where communication takes longer than the
+computing that hides it, a step hardly depends on the efficiency, and cannot fit it.
 
 Two steps whose layers compute for different times also tell the time of the host, which each layer and micro-batch
 adds, and steps of different sequences the efficiency of attention: a step is nearly linear in 1 / efficiency, in the

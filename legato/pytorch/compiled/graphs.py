@@ -90,8 +90,8 @@ def cut(
 ) -> list[Piece]:
     """Cut the nodes, in the order of `sort`, before the indices `starts`, and return the pieces.
 
-    If a cut would separate a result from its parts, it is made after the parts, so that only tensors, and no tuples of
-    them, go from one piece to another. `compile_piece(piece, inputs, results)` compiles a piece; `inputs` and `results`
+    A cut that would separate a result from its parts moves to after the parts, so that pieces pass each other tensors,
+    never tuples of tensors. `compile_piece(piece, inputs, results)` compiles a piece; `inputs` and `results`
     are nodes of the whole graph.
     """
     sizes = [n for n in module.graph.nodes if n.op == "placeholder" and not hasattr(n.meta.get("val"), "stride")]

@@ -56,7 +56,7 @@ class Channel(Protocol):
         """
 
     def give_up(self) -> None:
-        """Note that a message has failed, so that the process can end without waiting for messages in flight."""
+        """Record that a message has failed, so that the process can end without waiting for messages in flight."""
 
 
 def channel_for(group: Any) -> Channel:

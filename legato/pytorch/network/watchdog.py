@@ -99,7 +99,7 @@ class Watchdog:
         return True
 
     def meet(self, what: str) -> None:
-        """Note that this rank begins `what`, which waits for all ranks; a rank fails if it begins a backward pass.
+        """Record that this rank begins `what`, which waits for all ranks; a rank fails if it begins a backward pass.
 
         [Note: meetings] Through its thread, the rank publishes which call of this kind it is in, and after how many
         backward passes. A rank that has made fewer calls after more passes will never come.

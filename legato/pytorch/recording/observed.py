@@ -82,41 +82,41 @@ class StepObserver:
         self._steps: list[_Step] = []
 
     def forward_begins(self) -> None:
-        """Note that a step begins. If several forward passes come before the optimizer's step, the last one counts."""
+        """Record that a step begins: with the last forward pass before the optimizer's step, if there are several."""
         self.step_ended()
         self._step = _Step(self._clock.now())
         if not self._compiled:
             self._hook = register_module_forward_pre_hook(self._module_begins)
 
     def forward_ended(self) -> None:
-        """Note that the forward pass has ended, with or without an error."""
+        """Record that the forward pass has ended, with or without an error."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def backward_begins(self) -> None:
-        """Note that the first gradient is about to be computed."""
+        """Record that the first gradient is about to be computed."""
         if self._step is not None and self._step.backward is None:
             self._step.backward = self._clock.now()
 
     def ready(self, name: str) -> None:
-        """Note that a gradient is complete."""
+        """Record that a gradient is complete."""
         if self._step is not None and self._step.backward is not None:
             self._step.ready.setdefault(name, self._clock.now())
 
     def updates_begin(self) -> None:
-        """Note that an optimizer begins its updates."""
+        """Record that an optimizer begins its updates."""
         if self._step is not None:
             self._step.updating = self._clock.now()
 
     def updates_end(self) -> None:
-        """Note that an optimizer has finished its updates."""
+        """Record that an optimizer has finished its updates."""
         if self._step is not None and self._step.updating is not None:
             self._step.updates.append((self._step.updating, self._clock.now()))
             self._step.updating = None
 
     def step_ended(self) -> None:
-        """Note that the step is over, if it had a backward pass."""
+        """Record that the step is over, if it had a backward pass."""
         step, self._step = self._step, None
         if step is not None and step.ready:
             self._steps.append(step)

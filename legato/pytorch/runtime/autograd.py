@@ -65,7 +65,7 @@ class BackwardScope:
                 value.grad_fn.register_prehook(self.notice)
 
     def notice(self, *_: Any) -> None:
-        """Note that a backward pass is running, so that `ended()` is called at its end."""
+        """Record that a backward pass is running, so that `ended()` is called at its end."""
         if not self._noticed and self._wanted():
             self._noticed = True
             on_backward_end(self._end)

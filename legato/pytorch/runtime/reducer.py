@@ -173,7 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Note that a gradient has arrived or is absent; pack it when due, and launch complete buckets in order."""
+        """Record that a gradient has arrived or is absent; pack it when due, and launch complete buckets in order."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:

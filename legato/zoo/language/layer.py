@@ -222,8 +222,8 @@ class _Sends(NamedTuple):
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
     """Return the exchanges of a layer by kind.
 
-    If tensor-parallel workers divide each expert, they send all rows of the experts; otherwise only those of the MLP to
-    which all tokens go.
+    If tensor-parallel workers divide each expert, they send all rows of the experts. Otherwise they only send the rows
+    of the MLP to which all tokens go.
     """
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:

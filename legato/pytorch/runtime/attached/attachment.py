@@ -626,7 +626,7 @@ class Attachment:
             self.reducer.settle()
 
     def _prepare_backward(self) -> None:
-        """Note that a framework has announced a backward pass that sends."""
+        """Record that a framework has announced a backward pass that sends."""
         if self.reducer is not None:
             self.reducer.armed = True
 
@@ -675,7 +675,7 @@ class Attachment:
 
     @not_compiled
     def _forward_ended(self, _: str, output: Any) -> None:
-        """Note that a forward pass has returned."""
+        """Record that a forward pass has returned."""
         if self._ddps is not None:
             self._ddps.forward_ended(output, torch.is_grad_enabled() and self.ddp.require_backward_grad_sync)
         if self._forward.running and not self._nested:
@@ -694,16 +694,16 @@ class Attachment:
     # ---- steps -------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Note that an optimizer's `step()` was called."""
+        """Record that an optimizer's `step()` was called."""
         self._stepped = True
 
     def updates_begin(self) -> None:
-        """Note that the optimizer begins its updates."""
+        """Record that the optimizer begins its updates."""
         if self.observer is not None:
             self.observer.updates_begin()
 
     def step_ended(self) -> None:
-        """Note that the optimizer's `step()` returns."""
+        """Record that the optimizer's `step()` returns."""
         if self.observer is not None:
             self.observer.updates_end()
 

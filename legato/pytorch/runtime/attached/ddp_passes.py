@@ -46,20 +46,20 @@ class DdpPasses:
         self.objection = ""
 
     def forward_begins(self, sends: bool) -> None:
-        """Note that a forward pass begins; `sends` says whether DDP sends gradients in its backward pass."""
+        """Record that a forward pass begins; `sends` says whether DDP sends gradients in its backward pass."""
         self._in_forward = True
         if self._observer is not None and sends:
             self._observer.forward_begins()
 
     def forward_ended(self, output: Any, sends: bool) -> None:
-        """Note that a forward pass has returned; `sends` says whether DDP sends gradients in its backward pass."""
+        """Record that a forward pass has returned; `sends` says whether DDP sends gradients in its backward pass."""
         self.forward_failed()
         if sends:
             self.running = True
             self._scope.expect(output)
 
     def forward_failed(self) -> None:
-        """Note that a forward pass has raised an exception."""
+        """Record that a forward pass has raised an exception."""
         self._in_forward = False
         if self._observer is not None:
             self._observer.forward_ended()

@@ -57,13 +57,13 @@ class Attached(Protocol):
     reducer: Reducer | None
 
     def step_begins(self) -> None:
-        """Note that `step()` was called."""
+        """Record that `step()` was called."""
 
     def updates_begin(self) -> None:
-        """Note that the optimizer's own part of the step begins: after the closure, if there is one."""
+        """Record that the optimizer's own part of the step begins: after the closure, if there is one."""
 
     def step_ended(self) -> None:
-        """Note that `step()` returns."""
+        """Record that `step()` returns."""
 
 
 def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:

@@ -29,7 +29,7 @@ class KeptGradients:
         self._known: dict[str, list[TensorWeakRef]] = {}
 
     def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note that these parameters are trained from now on."""
+        """Record that these parameters are trained from now on."""
         self._parameters, self._known = parameters, {name: self._known.get(name, []) for name in parameters}
 
     def note(self) -> None:

@@ -145,7 +145,7 @@ class Delivery:
             bucket.flags.fill_(1.0)
 
     def packed(self, slots: Iterable[Slot]) -> None:
-        """Note that these gradients have arrived and are packed completely."""
+        """Record that these gradients have arrived and are packed completely."""
         if self._lends:
             with gate.invisible():
                 for slot in slots:
@@ -155,7 +155,7 @@ class Delivery:
                         whole.copy_(grad)
 
     def after_accumulation(self) -> None:
-        """Note that autograd has released all gradients except the one that it has just added."""
+        """Record that autograd has released all gradients except the one that it has just added."""
 
     def launch(self, bucket: Bucket) -> None:
         """Launch the message of a bucket."""
@@ -184,7 +184,7 @@ class Delivery:
             ]
 
     def _come_home(self) -> None:
-        """Note that work that waits belongs on the current stream from now on."""
+        """Record that work that waits belongs on the current stream from now on."""
         self._home = current_stream(self._device)
 
     @contextmanager

@@ -73,14 +73,14 @@ class Messages:
         self.in_backward = False
 
     def begin_pass(self) -> None:
-        """Note that a backward pass that sends begins."""
+        """Record that a backward pass that sends begins."""
         self.in_backward = True
         self.passes += 1
         self.watchdog.passes += 1
         self.watchdog.flight_recorder.note("backward begins", self.passes)
 
     def end_pass(self) -> None:
-        """Note that the backward pass has ended."""
+        """Record that the backward pass has ended."""
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
 

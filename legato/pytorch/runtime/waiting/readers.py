@@ -178,12 +178,12 @@ class Readers:
         self._forwards = self._graphs = -(2**62)
 
     def note_compilation(self) -> None:
-        """Note that something was compiled between two passes: from now on, neither parameters nor gradients wait."""
+        """Record that something was compiled between two passes: from now on, neither parameters nor gradients wait."""
         self.never()
         self.gradients_wait = False
 
     def note_streams(self) -> None:
-        """Note that several streams read what waits: from now on, neither parameters nor gradients wait."""
+        """Record that several streams read what waits: from now on, neither parameters nor gradients wait."""
         self.several_streams = True
         self.never()
         self.gradients_wait = False

@@ -41,7 +41,7 @@ class Update:
         self.apply_to_shards((p, p) for p in parameters)
 
     def applied(self, count: int) -> None:
-        """Note that `count` waiting parameters were updated."""
+        """Record that `count` waiting parameters were updated."""
         self.waiting -= count
         if not self.waiting:
             self._finished()

@@ -11,7 +11,7 @@ __all__ = ["Computation"]
 
 
 class Computation(Argument, frozen=True, tag="compute"):
-    """The argument that an iteration takes at least as long as a worker computes.
+    """A proof that an iteration takes at least as long as a worker computes.
 
     Under contention, a worker also packs, and for each message it does the message's work or waits for the message.
     docs/bounds.md has the proof for contention ("Processor").

@@ -21,7 +21,7 @@ _INTERVALS = 1024
 
 
 class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
-    """The argument that equal pairs of halves do not fit into the time, if nothing is gathered before the step."""
+    """A proof that equal pairs of halves do not fit into the time. Nothing is gathered before the step."""
 
     most = quick = (1024,)
     precision = (1e-3, 1e-5)

@@ -237,7 +237,7 @@ class Chain:
 
 
 class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
-    """The argument that no schedule takes `seconds`, since messages would not fit into the time that the sets allow.
+    """A proof that no schedule takes `seconds`, since messages would not fit into the time that the sets allow.
 
     The sets are the first `sets[0]`, `sets[1]`, ... of these tensors.
     """
@@ -290,7 +290,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """The argument that every set needs more messages than the set inside it, for each new end of its period."""
+    """A proof that every set needs more messages than the set inside it, for each new end of its period."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)

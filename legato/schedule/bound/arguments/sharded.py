@@ -24,7 +24,7 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """The argument that tensors are scattered first, and gathered after the backward pass, the step or an update.
+    """A proof that tensors are scattered first, and gathered after the backward pass, the step or an update.
 
     If `op` is given, it is the optimizer op that updates the tensors.
     """

@@ -30,7 +30,7 @@ _BITS = 57
 
 
 class TwoSided(OfSets, frozen=True, tag="two_sided"):
-    """The argument that pairs of halves do not fit on both sides of any moment."""
+    """A proof that pairs of halves do not fit on both sides of any moment."""
 
     most, quick = (24, 96), ()
     precision = (1e-3, 5e-4)

@@ -212,7 +212,7 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Return whether one worker is enough, with the transfers of all workers as trips (`alone.py`)."""
+        """Return whether simulating one worker is enough, given the transfers of all workers as trips (`alone.py`)."""
         return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
 
     def _num_fragments(self, kinds: Sequence[str]) -> int:
