@@ -82,7 +82,7 @@ MachineName = Annotated[
         "--machine",
         "--device",
         metavar="NAME|FILE",
-        help="Machine with GPUs, hosts and links: a100, h100, h100-500w, b200, or a file from legato fit-machine. "
+        help="Machine with GPUs, hosts and links: a name, such as h100 or b200, or a file from legato fit-machine. "
         "Other options override its values.",
         rich_help_panel="Network",
     ),

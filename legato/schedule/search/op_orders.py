@@ -84,7 +84,7 @@ class OrderValue:
 
 
 class _Order(NamedTuple):
-    """Some ops in an order, and the value of this order in seconds."""
+    """An order of ops, and the seconds that an iteration takes in this order."""
 
     seconds: float
     ops: tuple[int, ...]

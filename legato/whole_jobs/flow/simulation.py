@@ -71,8 +71,8 @@ def run_steps(
 ) -> list[list[list[LaneTimes]]]:
     """Return the times of classes by job and step, for `counts[j]` steps of each job, whose lanes are `jobs[j]`.
 
-    The first step of a job begins after `shift_s[j]` seconds, each other one when all of the job's workers have ended
-    the one before it. Raises `TooLargeError` on too many classes and steps.
+    The first step of a job begins after `shift_s[j]` seconds. Each later step begins when all of the job's workers have
+    ended the step before. Raises `TooLargeError` on too many classes and steps.
     """
     return _Run(quotient, jobs, counts, shift_s, free).times()
 
