@@ -67,8 +67,8 @@ class Sharding:
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
     None means no limit. Each host has `gpus_per_host` GPUs, connected by links of `local_bandwidth_bps` bits per
     second, and `gpus_per_card` of them share a network card. By default, `precision` is the workload's, with float32
-    parameters and reductions. `host_s` is the CPU time in seconds for one group in a step. With a `machine` of whole
-    jobs, hosts, cards, links and latencies are the machine's, and the cluster gives only the number of workers. Raises
+    parameters and reductions. `host_s` is the CPU time in seconds for one group in a step. A `machine` of
+    whole jobs sets the hosts, cards, links and latencies; the cluster then gives only the number of workers. Raises
     `InputError` on numbers out of range.
     """
 

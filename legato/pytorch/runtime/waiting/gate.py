@@ -197,8 +197,8 @@ def install(
 ) -> None:
     """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
 
-    `zero(slot, set_to_none)` does what `zero_grad` does, to a gradient that may be in flight. Reads of a parameter that
-    is up to date call `look()`.
+    `zero(slot, set_to_none)` does what `zero_grad` does, to a gradient that may be in flight. A read of a
+    parameter that is already up to date calls `look()`.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
