@@ -117,9 +117,9 @@ def _ns(seconds: float) -> int:
 def flows(timeline: Timeline, workload: Workload | None = None) -> Iterator[tuple[Span, Span]]:
     """Yield pairs of a span and the span that waits for it, worker by worker.
 
-    The pairs are a gradient's op and its message, and a message and an op that had to wait for it. The workload tells
-    which backward op computes the gradient after which a message is named; without a workload, there are only pairs of
-    the second kind.
+    There are two kinds of pairs: the op that computes a gradient and the gradient's message, and a message and an op
+    that had to wait for this message. The workload tells which backward op computes the gradient after which a message
+    is named; without a workload, there are only pairs of the second kind.
     """
     workers: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):

@@ -82,7 +82,7 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
 
 
 def _members(graphs: Mapping[int, RankGraph]) -> dict[object, list[int]]:
-    """Return, by the name of each process group, the ranks whose graphs have its collectives."""
+    """Return the ranks whose graphs have collectives of a process group, by the name of the group."""
     found: dict[object, list[int]] = {}
     for rank, graph in sorted(graphs.items()):
         for group in {_group(node) for node in graph.order if node.id in graph.collectives}:

@@ -196,7 +196,7 @@ class _Window:
         self.end = 0
 
     def add(self, place: int, key: tuple[float, ...]) -> None:
-        """Add a key, and let the window end after its place."""
+        """Add a key, and move the end of the window to just after the place of the key."""
         while self.kept and self.kept[-1][0] > key:
             self.kept.pop()
         self.kept.append((key, place))

@@ -95,7 +95,8 @@ def fill(
 
     With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
     bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided
-    if it would hold two tensors that earlier messages began, or two tensors that it leaves unfinished.
+    if it would hold the rest of two tensors that earlier messages sent in part, or parts of two tensors that later
+    messages have to finish.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
