@@ -343,7 +343,7 @@ def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
 
 def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: Cluster, *, as_traced: bool) -> Advice:
     traced = imported.plan or ddp(workload, cluster)
-    traced = msgspec.structs.replace(traced, scheduler="DDP as traced" if imported.plan else "DDP")
+    traced = msgspec.structs.replace(traced, scheduler="as traced" if imported.plan else "DDP")
     stock, code = _best_buckets(workload, cluster, traced)
     plans = (traced, stock, schedule("legato", workload, cluster))
     drawn = [simulate(workload, plan, cluster) for plan in plans]
@@ -489,7 +489,7 @@ def _verdict(
     use_stock = stock.win >= ours.win - _WORTH / 2
     best = stock if use_stock else ours
     told = f"Predicted to save {percent(best.win)} of an iteration{_over_steps(best)}: "
-    told += "DDP with other buckets." if use_stock else "legato."
+    told += "DDP with its best buckets." if use_stock else "legato."
     if not use_stock and stock.win >= _WORTH:
         told += f" DDP with its best buckets saves {percent(stock.win)} ({stock_code})."
     if off > best.win:

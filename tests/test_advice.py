@@ -85,7 +85,7 @@ def test_the_traced_plan_is_predicted_beside_what_was_measured(job):
     # A line through both points would be below zero at 0 bytes.
     assert (cost.cost(4000), cost.cost(12000)) == pytest.approx((76e-6, 228e-6), rel=0.01)
     assert found.measured_s == pytest.approx(1000e-6) and abs(found.error) < 0.03
-    assert [p.plan for p in found.predictions] == ["DDP as traced", "DDP, best buckets", "legato"]
+    assert [p.plan for p in found.predictions] == ["as traced", "DDP, best buckets", "legato"]
     traced, _, ours = found.predictions
     assert traced.iteration_s == pytest.approx(simulate(job.workload, job.plan, network).iteration_s)
     assert ours.win == pytest.approx(1 - ours.iteration_s / traced.iteration_s)
@@ -150,7 +150,7 @@ def test_plans_are_for_the_rank_that_takes_longest(tmp_path):
 def test_ddps_own_buckets_where_messages_are_dear(job):
     """One message instead of two saves a latency of 1 ms; nothing else can be won."""
     found = advise(job, Cluster(2, {"c": LinearCost(1e-3, 1e-12)}))
-    assert found.code.startswith("DistributedDataParallel(model")
+    assert "DDP with its best buckets." in found.verdict[0] and found.code.startswith("DistributedDataParallel(model")
     assert found.predictions[1].win > 0.1
 
 
@@ -219,7 +219,7 @@ def test_the_command(tmp_path, capsys):
     assert "missing: the other ranks" in err and (tmp_path / "r.html").stat().st_size > 10_000
     status, out, _ = run(capsys, "advise", path, "--bandwidth", "1Gbit", "--workers", "16", "--json")
     (found,) = json.loads(out)["jobs"]
-    assert found["cluster"]["workers"] == 16 and found["predictions"][0]["plan"] == "DDP as traced"
+    assert found["cluster"]["workers"] == 16 and found["predictions"][0]["plan"] == "as traced"
 
 
 def test_a_folder_stands_for_the_traces_in_it(tmp_path, capsys):
@@ -249,7 +249,7 @@ def test_a_trace_without_sizes_or_transfers_still_gets_its_breakdown(tmp_path, c
     status, out, _ = run(capsys, "advise", tmp_path / "one.json")
     assert status == 0 and "No plan: the trace does not tell what the network costs" in out
     status, out, _ = run(capsys, "advise", tmp_path / "one.json", "--workers", "4", "--bandwidth", "1Gbit")
-    assert status == 0 and "Plans for 4 workers" in out and "DDP as traced" not in out
+    assert status == 0 and "Plans for 4 workers" in out and "│ as traced " not in out
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_import_writes_the_network_and_says_what_a_plan_lacks(tmp_path, capsys):
 def test_only_the_network_that_was_traced_tells_how_good_the_prediction_is(job):
     own, other = advise(job), advise(job, Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
     assert own.error is not None and other.error is None and advise(job, workers=4).error is None
-    assert [line.name for line in own.timelines[:2]] == ["DDP as traced"] * 2
+    assert [line.name for line in own.timelines[:2]] == ["as traced"] * 2
     assert [line.source for line in own.timelines[:2]] == ["measured", "predicted"]
     assert other.timelines[0].name == "job"
 
@@ -402,7 +402,7 @@ def test_the_report_says_all_that_the_console_says(tmp_path, capsys):
                 assert cell.strip() in shown, cell
         # The console says how far the prediction is off; the page says nothing else about it.
         assert "prediction error" not in shown
-        assert ("computing includes waiting for the host" in shown) == ("DDP as traced" in out)
+        assert ("computing includes waiting for the host" in shown) == ("│ as traced " in out)
 
 
 def test_traces_of_other_numbers_of_ranks_are_of_another_job(tmp_path, capsys):
