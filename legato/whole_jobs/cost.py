@@ -1,4 +1,4 @@
-"""The cost of a piece of work to a worker: seconds and sent bytes, by kind."""
+"""Cost of a piece of work for one worker: seconds by kind, and sent bytes by kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from legato.zoo.language.work import Exchange, Work
 __all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "cost_of", "cost_of_work", "price", "send"]
 
 COMPUTING = "computing"
-#: The kinds of communication, and the step of the optimizer.
+#: The kinds of communication, and the optimizer's step.
 KINDS = ("tensor", "context", "expert", "pipeline", "data", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`seconds` of `COMPUTING` and of each kind that is exposed; bytes `sent` by kind and tier: `host` or `network`."""
+    """Cost of work: `seconds` of computing and of each kind's exposed time; bytes `sent` by kind and tier.
+
+    The tier is `host` or `network`.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     sent: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Cost:
         return sum(self.seconds.values())
 
     def of(self, kind: str) -> float:
-        """The seconds of a kind."""
+        """Return the seconds of a kind."""
         return self.seconds.get(kind, 0.0)
 
     def __add__(self, other: Cost) -> Cost:
@@ -48,7 +51,7 @@ class Cost:
         )
 
     def behind(self, seconds: float, hidden: bool = True) -> Cost:
-        """Return the same bytes, and, if `hidden`, only the time that exceeds these seconds of other work."""
+        """Return the cost with the same bytes and, if `hidden`, only the time beyond these `seconds` of other work."""
         left = max(0.0, 1 - seconds / self.total_s) if hidden and self.total_s else 1.0
         return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
 
@@ -58,7 +61,7 @@ def _sum(a: dict[Any, float], b: dict[Any, float]) -> dict[Any, float]:
 
 
 def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
-    """Return the cost of a piece of work on this stage of the pipeline if each exchange has the network to itself."""
+    """Return the cost of a piece of work on a pipeline stage, assuming that each exchange has the network to itself."""
     total = Cost.computing(work.computing_s) + cost_of(job, stage, work.behind)
     for one in work.beside:
         total += cost_of(job, stage, one.exchanges).behind(work.window_s(one))
@@ -66,7 +69,7 @@ def cost_of_work(work: Work, job: Job, stage: int) -> Cost:
 
 
 def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:
-    """Return the cost of exchanges of a stage's workers one after another, each with the network to itself."""
+    """Return the cost of a stage's exchanges if they run one after another, each with the network to itself."""
     each = (
         price(one.kind, one.operation, job.machine, job.group(*one.dimensions, stage=stage), one.nbytes) * one.times
         for one in exchanges
@@ -75,7 +78,7 @@ def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:
 
 
 def price(kind: str, operation: Operation, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
-    """A communication in a group, with `nbytes` as a `Communication` has them."""
+    """Return the cost of a communication in a group; `nbytes` has the same meaning as in `Communication`."""
     if operation == "send":
         return send(kind, machine, nbytes, group.hosts > 1)
     if operation == "all_to_all":
@@ -86,9 +89,9 @@ def price(kind: str, operation: Operation, machine: Machine, group: WorkerGroup,
 
 
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
-    """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce, in a ring.
+    """Return the cost of a ring all-gather or reduce-scatter of `nbytes` in all, or of an all-reduce (two `halves`).
 
-    latency + halves x bytes x (g-1)/g / bus.
+    The time is latency + halves x bytes x (g-1)/g / bus.
     """
     if group.size == 1:
         return Cost()
@@ -100,7 +103,7 @@ def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, h
 
 
 def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
-    """Each worker sends 1/g of its `nbytes` to each other one, over its own card to those on other hosts."""
+    """Return the cost of an all-to-all: each worker sends 1/g of its `nbytes` to every other worker of the group."""
     if group.size == 1:
         return Cost()
     near, away = nbytes * (group.per_host - 1) / group.size, nbytes * (group.size - group.per_host) / group.size
@@ -112,6 +115,6 @@ def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -
 
 
 def send(kind: str, machine: Machine, nbytes: float, away: bool) -> Cost:
-    """A transfer to one worker, on another host (`away`) or on the same."""
+    """Return the cost of a transfer to one worker, which is on another host (`away`) or on the same host."""
     link = machine.ring(WorkerGroup(2, 2, 1) if away else WorkerGroup(2, 1, 2))
     return Cost({kind: link.cost(nbytes)}, {(kind, "network" if away else "host"): nbytes})

@@ -1,12 +1,12 @@
-"""A machine's efficiency from measured steps, and two more numbers that no data sheet has, where the steps tell them.
+"""Fit a machine's efficiency to measured steps, and, where the steps allow it, two more numbers.
 
-The higher the efficiency of matrix products, the shorter the step of a job, so one step has one efficiency, which is
-found by bisection. If there are several steps, their median is used. Where communication takes longer than the
-computing that hides it, a step hardly depends on the efficiency, and cannot fit it.
+A higher efficiency of matrix products makes a step shorter. So each step determines one efficiency, which bisection
+finds. With several steps, the median efficiency is used. A step hardly depends on the efficiency, and cannot be used to
+fit it, if communication takes longer than the computation that hides it.
 
-Two steps whose layers compute for different times also tell the time of the host, which each layer and micro-batch
-adds, and steps of different sequences the efficiency of attention: a step is nearly linear in 1 / efficiency, in the
-time of the host and in 1 / attention's efficiency, so least squares of relative errors find them in a few rounds.
+Two steps with different computing times per layer also determine the host's time for each layer and micro-batch. Steps
+with different sequence lengths determine the efficiency of attention. A step's time is nearly linear in 1 / efficiency,
+in the host's time and in 1 / attention's efficiency, so a few rounds of least squares find all three.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from legato.whole_jobs.step import predict
 
 __all__ = ["Fitted", "FittedStep", "fit"]
 
-#: The lowest efficiency that is looked for, and the relative precision of what is found.
+#: The lowest efficiency that the search tries, and the relative precision of its result.
 _LEAST, _EXACT = 1e-3, 1e-9
-#: The least share of a step that products must take: an error of 1% in the step is then one of 20% in the efficiency.
-#: In measured steps of large models it is 40 to 91%.
+#: Matrix products must take at least this share of a step. At this share, an error of 1% in the step's time causes an
+#: error of 20% in the efficiency. In measured steps of large models, the share is 40 to 91%.
 _LEAST_SHARE = 0.05
 
 
-#: What steps may tell, in the order of `_Numbers`.
+#: The numbers that steps may determine, in the order of `_Numbers`.
 NUMBERS = ("efficiency", "host time", "attention's efficiency")
 #: Steps tell a further number if the ratio of its share of a step to the products' share differs by the first factor
 #: among them, and its share is at least the second in one of them. The third counts rounds of least squares.
 _DIFFERENT, _TOLD, _ROUNDS = 1.5, 0.03, 12
-#: A step is odd if the efficiency fitted to it alone is this far from the efficiency fitted to all.
+#: A step is odd if its own fitted efficiency differs by this much from the efficiency fitted to all steps.
 _ODD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class FittedStep:
-    """A measured step: the `efficiency` fitted to it alone, and its prediction with the one fitted to all steps.
+    """A measured step: the `efficiency` fitted only to this step, and its prediction after fitting all steps.
 
-    If there are other steps, `left_out_s` is its prediction with the efficiency fitted to the others. An error of 1% in
-    `measured_s` is an error of 1% / `product_share` in `efficiency`.
+    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. An error
+    of 1% in `measured_s` causes an error of 1% / `product_share` in `efficiency`.
     """
 
     job: Job
@@ -61,7 +61,7 @@ class FittedStep:
 
 
 class Fitted(NamedTuple):
-    """The `machine`, each step, the numbers that they told, and seconds of the host, a field of the framework."""
+    """The fitted `machine`, each measured step, the names of the fitted numbers, and the host's time in seconds."""
 
     machine: Machine
     steps: list[FittedStep]
@@ -70,12 +70,12 @@ class Fitted(NamedTuple):
 
     @property
     def odd(self) -> list[FittedStep]:
-        """Steps that alone would move the efficiency by more than 10%."""
+        """Return the steps with their own efficiency more than 10% away from the efficiency fitted to all steps."""
         return [one for one in self.steps if abs(one.efficiency / self.machine.efficiency - 1) > _ODD]
 
 
 class _Numbers(NamedTuple):
-    """The numbers in which a step is nearly linear; None leaves the job's own."""
+    """The numbers in which a step's time is nearly linear; None keeps the job's own number."""
 
     slowness: float
     host_s: float | None = None
@@ -91,10 +91,10 @@ class _Numbers(NamedTuple):
 
 
 def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
-    """The machine of these jobs with the efficiency that their measured seconds have, and more where they tell it.
+    """Return the machine of these jobs, with the efficiency (and if possible two more numbers) fitted to the steps.
 
-    Raises `InputError` if the machines differ in more than their efficiency, or if a step is faster than with an
-    efficiency of 1, or slower than with one of 0.001, or hardly depends on it.
+    Raises `InputError` if the machines differ in more than their efficiency, if a step needs an efficiency above 1 or
+    below 0.001, or if a step hardly depends on the efficiency.
     """
     machine = steps[0][0].machine
     for job, _ in steps:
@@ -116,7 +116,7 @@ def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
 
 
 def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
-    """Return the numbers that these steps tell; `own` has the slowness of each step alone."""
+    """Return the numbers that these steps determine; `own` has the slowness fitted to each single step."""
     one, attention = (
         _Numbers(1 / statistics.median(1 / each for each in own)),
         1 / steps[0][0].machine.attention_efficiency,
@@ -132,7 +132,7 @@ def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
 
 
 def _least_squares(steps: Sequence[tuple[Job, float]], numbers: _Numbers) -> _Numbers | None:
-    """The numbers with the least relative errors, or None if these steps do not tell them all."""
+    """Return the numbers with the least relative errors, or None if these steps do not determine all of them."""
     names = [name for name, value in numbers._asdict().items() if value is not None]
     if len(steps) < len(names):
         return None
@@ -175,7 +175,7 @@ def _seconds(job: Job, efficiency: float) -> float:
 
 
 def _product_share(job: Job, efficiency: float) -> float:
-    """The share of a step that shrinks as the efficiency grows by a hundredth (from one above 0.99: to 1)."""
+    """Return the share of a step that depends on the efficiency, from a step with 1% more efficiency (at most 1)."""
     low, high = min(efficiency, 0.99), min(efficiency, 0.99) * 1.01
     share = (1 - _seconds(job, high) / _seconds(job, low)) / (1 - low / high)
     if share < _LEAST_SHARE:
@@ -213,6 +213,6 @@ def _told(
     slopes: dict[str, list[float]], name: str, moves: dict[str, float], steps: Sequence[tuple[Job, float]]
 ) -> bool:
     """Return whether a number's share of these steps differs enough from the products' share."""
-    host_s = 1e-3 if name == "host_s" else moves[name]  # of the host: as if it took 1 ms a layer
+    host_s = 1e-3 if name == "host_s" else moves[name]  # the host's share if each layer took 1 ms
     ratios = [own / max(products, 1e-30) for own, products in zip(slopes[name], slopes["slowness"], strict=True)]
     return max(slopes[name]) * host_s >= _TOLD and max(ratios) >= _DIFFERENT * max(min(ratios), 0.0)

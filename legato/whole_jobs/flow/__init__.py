@@ -1,5 +1,6 @@
-"""Whole jobs link by link: what each worker sends goes over the links of a network, which several may share.
+"""Whole jobs link by link: communications cross the links of a network, and may share these links.
 
-`programs.py` writes down what each worker does, `connections.py` the links that it uses for that, `quotient.py` which
-workers are alike, and `simulation.py` runs one of each. docs/whole_jobs.md explains the model.
+`programs.py` writes the actions of each worker, and `connections.py` finds the links that communications use.
+`quotient.py` finds workers that are alike, and `simulation.py` simulates one worker of each class. docs/whole_jobs.md
+explains the model.
 """

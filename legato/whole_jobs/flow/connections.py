@@ -1,10 +1,11 @@
-"""The links that the groups of a communication use, and how many of its connections are on each link.
+"""The links that the groups of a communication use, and the number of connections on each link.
 
 [Note: connections]
-A collective of a group is one flow, whose connections are equally fast. A ring goes through each host once. There is
-one ring for each worker that the group has on a host, each over another worker's card: a card has one connection, and a
-worker's link inside the host one of each ring. A group inside one host has one ring for each worker, too. In an
-all-to-all each worker has a connection with each other one, and a send is one connection.
+A group's collective is one flow with several connections of equal speed. A ring passes through each host once. There
+is one ring for each worker that the group has on a host, and each ring uses another worker's card. So each card carries
+one connection, and each worker's link inside the host carries one connection for each ring. A group inside one host
+also has one ring for each worker. In an all-to-all, each worker has a connection to every other worker. A send is one
+connection.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Connections(NamedTuple):
-    """Groups of one shape: the rings of each (1 if there are none), its hosts, and, as rows of `uses`, the group, a
-    link, and how many of its connections are there."""
+    """Groups of one shape: the number of rings (1 if there are none) and of hosts of each group, and the links in use.
+
+    A row of `uses` has a group, a link, and the number of the group's connections on that link."""
 
     rings: Ints
     hosts: Ints
     uses: Ints
 
     def latency_s(self, group: int, machine: Machine) -> float:
-        """Return the latency of a collective in a group, with its skew, as in `cost.py`."""
+        """Return the latency of a collective in a group, including skew, as in `cost.py`."""
         further = int(self.hosts[group]) - 1
         return machine.network_latency_s + machine.hop_s * further if further else machine.latency_s
 
 
 def shape_of(operation: Operation) -> str:
-    """Return which connections an operation has: `ring`, `all_to_all` or `send`."""
+    """Return the shape of an operation's connections: `ring`, `all_to_all` or `send`."""
     return operation if operation in ("all_to_all", "send") else "ring"
 
 
 def nbytes_of(one: Communication, rings: int) -> float:
-    """Bytes over each connection, all times of a communication together."""
+    """Return the bytes that cross each connection, summed over all repetitions of a communication."""
     halves = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}.get(one.operation)
     if halves:
         _, sent = RING.half(len(one.groups[0]), 0.0, halves)
@@ -57,7 +59,7 @@ def nbytes_of(one: Communication, rings: int) -> float:
 
 
 def connections(topology: Topology, shape: str, groups: Groups) -> Connections:
-    """The connections of groups, whose workers are in the order of their rings."""
+    """Return the connections of groups; each group lists its workers in ring order."""
     members = np.array(groups)
     on_host = members // topology.shape.gpus
     hosts = 1 + (np.diff(np.sort(on_host)) != 0).sum(1)
@@ -81,8 +83,10 @@ def connections(topology: Topology, shape: str, groups: Groups) -> Connections:
 
 
 def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
-    """The rings of each group; (group, worker, worker) of each hop between hosts; and (group, worker, rings) where a
-    worker has several inside its host."""
+    """Return three arrays that describe the rings of groups.
+
+    The arrays have the number of rings of each group, (group, worker, worker) for each hop between hosts, and (group,
+    worker, rings) for each worker with several rings inside its host."""
     rings, hops, inside = [], [(0, 0, 0)][:0], [(0, 0, 0)][:0]
     for number, (own, group) in enumerate(zip(on_host.tolist(), members.tolist(), strict=True)):
         by_host: dict[int, list[int]] = {}
@@ -95,7 +99,7 @@ def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[int, int, int]]:
-    """A ring leaves and enters a host by the cards of one of its workers."""
+    """Yield the hops of a group's rings; each ring leaves and enters a host by the card of one worker."""
     for here, there in RING.pairs(len(by_host)):
         mine, others = by_host[here], by_host[there]
         for ring in range(rings):
@@ -103,6 +107,6 @@ def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[i
 
 
 def _summed(rows: Ints, links: int) -> Ints:
-    """Return the uses with each link of a group once."""
+    """Return the uses with one row for each group and link."""
     pairs, which = np.unique(rows[:, 0] * links + rows[:, 1], return_inverse=True)
     return np.column_stack([*np.divmod(pairs, links), np.bincount(which, rows[:, 2], len(pairs)).astype(np.int64)])

@@ -1,4 +1,4 @@
-"""A job as a `Program`: the actions of its pipeline's schedule, with the computing and the exchanges of each pass."""
+"""Write a job as a `Program`: the actions of the pipeline's schedule, with each pass's computing and exchanges."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def program(job: Job) -> Program:
-    """Writes what the workers of each stage do in a step.
+    """Return the program with the actions of each stage's workers in a step.
 
-    A pass runs its parts one after another; a backward pass begins with the last one. Each part computes while its
-    hidden exchanges run, and then makes the others. Hidden data-parallel exchanges of gradients run from the beginning
-    of the last micro-batch's backward pass on, and exchanges of parameters until the end of the first micro-batch's
-    forward pass.
+    A pass runs its parts one after another; a backward pass begins with the last part. Each part computes while its
+    hidden exchanges run, and then runs its other exchanges. Hidden data-parallel exchanges of gradients start at the
+    beginning of the last micro-batch's backward pass. Exchanges of parameters must end by the end of the first
+    micro-batch's forward pass.
     """
     return _Program(job).written()
 
 
 class _Program:
-    """The program while it is written, lane by lane."""
+    """A program under construction, lane by lane."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.workers = job, job.mesh.pipeline
@@ -41,7 +41,7 @@ class _Program:
         self.like: dict[tuple[object, ...], Communication] = {}
         self.parts = stages.passes(job)
         self.last = len(self.parts) - 1 if self.workers > 1 else -1
-        self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
+        self.sent: dict[tuple[int, int, str], int] = {}  # numbers of transfers, by the pass that receives them
         self.known: dict[tuple[object, ...], Groups] = {}
         names = [part for name in job.mesh.order for part in (("replica", "expert") if name == "data" else (name,))]
         mesh = job.divided
@@ -92,7 +92,7 @@ class _Program:
                 yield from self._work(worker, _of(part, kind), label)
 
     def _work(self, worker: int, work: Work, label: str) -> Iterator[Action]:
-        """Yield computing, with starts and waits in between; at one moment, starts come last."""
+        """Yield the computing of a part, and the starts and waits of its hidden exchanges."""
         moments: list[tuple[float, int, Beside]] = []
         for one in work.beside:
             if one.exchanges:
@@ -114,7 +114,7 @@ class _Program:
                 yield from (Start(number), Wait(number))
 
     def _numbers(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
-        """The numbers of exchanges that a lane now starts."""
+        """Add the exchanges that a lane starts now, and return their numbers."""
         every = ((one, self._groups(worker, one.dimensions)) for one in exchanges)
         return [
             self._add(one.kind, one.operation, groups, one.nbytes, one.times)
@@ -123,14 +123,14 @@ class _Program:
         ]
 
     def _tied(self, nbytes: float) -> Iterator[Action]:
-        """The first and the last lane sum the gradients of a tied table."""
+        """Yield the actions in which the first and the last lane sum the gradients of a tied table."""
         key = (-1, -1, "tied")
         if key not in self.sent:
             self.sent[key] = self._add("pipeline", "all_reduce", self._pairs(0, self.workers - 1), nbytes)
         yield from (Start(self.sent[key]), Wait(self.sent[key]))
 
     def _send(self, stage: int, target: schedules.Action) -> int:
-        """The number of the transfer from a stage to the pass that needs it."""
+        """Return the number of the transfer from a stage to the pass that needs the data."""
         key = (target.stage, target.microbatch, target.kind)
         if key not in self.sent:
             groups = self._pairs(stage % self.workers, target.stage % self.workers)
@@ -140,13 +140,13 @@ class _Program:
 
     def _add(self, kind: str, operation: Operation, groups: Groups, nbytes: float, times: int = 1) -> int:
         key = (kind, operation, id(groups), nbytes, times)
-        if key not in self.like:  # most are like one before, and a check of many groups takes time
+        if key not in self.like:  # most are equal to an earlier one, and checking many groups takes time
             self.like[key] = Communication(kind, operation, groups, nbytes, times)
         self.communications.append(self.like[key])
         return len(self.communications) - 1
 
     def _groups(self, worker: int, dimensions: tuple[str, ...]) -> Groups:
-        """The groups of a lane's workers that differ only in these dimensions."""
+        """Return the groups of a lane's workers; workers of one group differ only in these dimensions."""
         key = (worker, dimensions)
         if key not in self.known:
             inside = {*dimensions} | ({"expert", "replica"} if "data" in dimensions else set())
@@ -158,7 +158,7 @@ class _Program:
         return self.known[key]
 
     def _pairs(self, worker: int, other: int) -> Groups:
-        """Each worker of a lane with its counterpart in another one."""
+        """Return pairs of each worker of a lane and its counterpart in another lane."""
         key = (worker, other)
         if key not in self.known:
             self.known[key] = tuple(

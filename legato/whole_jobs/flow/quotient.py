@@ -1,4 +1,4 @@
-"""The classes of a program's workers, groups and links on a network, and what stands for each (`symmetry.py`)."""
+"""Classes of workers, groups and links that are alike, with one representative of each class (`symmetry.py`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from legato.whole_jobs.flow.symmetry import Edges, refined
 __all__ = ["Quotient"]
 
 Ints = NDArray[np.int64]
-#: A link that is full but for this share of it counts as full.
+#: A link counts as full if at most this share of its bandwidth is unused.
 _ROUNDING = 1e-9
 
 
 class Quotient:
-    """A program on a network, with one worker, group and link for each class of equal ones.
+    """A program on a network, with one worker, group and link for each class of equal workers, groups and links.
 
-    `standing` has the number of the one that stands for each class, by kind (`worker`, `group`, `link`), and `links`,
-    for each class of groups, the classes of their links that can be full, with the number of connections that one link
-    carries of all groups of the class. Groups are numbered through: communication n has the groups
-    `found[number_of[n]]`, the first of which is group `first[number_of[n]]`. Communications with the same `order_of`
-    run in the order of their starts. Without `alike`, no two workers are.
+    `standing` has the number of each class's representative, by kind (`worker`, `group`, `link`). For each class of
+    groups, `links` has the classes of links that can be full, with the number of connections that all groups of the
+    class have on one such link. Group numbers run through all communications: communication n has the groups
+    `found[number_of[n]]`, and their first group is number `first[number_of[n]]`. Communications with the same
+    `order_of` run in the order of their starts. Without `alike`, every worker is in a class of one worker.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
@@ -53,7 +53,7 @@ class Quotient:
         self._group_of = self._groups_of_workers()
 
     def _numbered_groups(self) -> list[tuple[Any, str]]:
-        """All tuples of groups with a shape."""
+        """Return all different tuples of groups, each with the shape of its connections."""
         communications, numbers = self.program.communications, dict[tuple[int, str], int]()
         self.order_of, self.afters = self.program.orders(), self.program.afters()
         keys = [(order, shape_of(one.operation)) for order, one in zip(self.order_of, communications, strict=True)]
@@ -62,7 +62,10 @@ class Quotient:
         return [(groups[key], key[1]) for key in numbers]
 
     def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:
-        """Workers differ by lane and disturbance, links by rate and disturbance, groups by what they are groups of."""
+        """Return the class of each worker, group and link.
+
+        At first, workers differ by lane and disturbance, links by rate and disturbance, and groups by communication.
+        """
         workers = len(self.lane_of)
         joins, group_first = [np.empty((0, 2), np.int64)], [np.empty((0, 3), np.int64)]
         for k, ((groups, _), own) in enumerate(zip(self.groups, self.found, strict=True)):
@@ -92,10 +95,11 @@ class Quotient:
         return result
 
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """Return the classes of links without the ones that bind no rate, which would only take time.
+        """Return the classes of links without links that limit no rate, since these would only cost time.
 
-        Each group has one flow at a time, which is never faster than alone. If a link has room for all of its flows as
-        fast as that, it is never full; and of links that are used alike, one is as good as all. Disturbed ones stay.
+        Each group has one flow at a time, and this flow is fastest on an idle network. A link that has room for all of
+        its flows at these fastest rates is never full. Of several links with the same use, one is enough. Disturbed
+        links are always kept.
         """
         alone = {
             group: min(1 / (weight * self.s_per_byte[link]) for link, weight in own.items())
@@ -125,22 +129,22 @@ class Quotient:
 
     @property
     def num_classes(self) -> int:
-        """The number of workers that are not alike."""
+        """Return the number of classes of workers."""
         return len(self.standing["worker"])
 
     def group_of(self, number: int, worker: int) -> int:
-        """The class of a worker's group in a communication."""
+        """Return the class of a worker's group in a communication."""
         return int(self._group_of[self.number_of[number]][worker])
 
 
 def _rows(rows: Ints) -> Ints:
-    """The number of each row, the same for equal ones."""
+    """Return a number for each row; equal rows have the same number."""
     numbers: Ints = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
     return numbers
 
 
 def _numbered(profiles: dict[int, Profile], count: int) -> Ints:
-    """The profile of each thing, numbered: 0 is none."""
+    """Return the number of the profile of each worker or link; 0 means that it has no profile."""
     known: dict[Profile, int] = {}
     result = np.zeros(count, np.int64)
     for number, profile in profiles.items():

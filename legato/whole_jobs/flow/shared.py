@@ -1,10 +1,10 @@
-"""Whole jobs that share a network: how long a step of each takes alone on its GPUs, and next to the others.
+"""Simulate whole jobs that share a network: the step of each job alone on its GPUs, and next to the other jobs.
 
 [Note: the window of whole jobs]
-Jobs have different steps, and what they do to one another depends on the phases in which they meet. So every job makes
-step after step, in one simulation. What counts is the *window*: it begins when the last job begins, and ends when the
-first one ends its last step. In between all jobs run all the time, and each makes at least `steps` steps from begin to
-end, of which the times are means.
+Jobs have steps of different lengths, and how much they slow each other down depends on which phases overlap. So every
+job runs step after step in one simulation. Only steps in the *window* count. The window begins when the last job
+begins, and ends when the first job ends its last step. In the window all jobs always run, and each job runs at least
+`steps` full steps. A job's times are means over these steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from legato.whole_jobs.traced import ProgramStep
 
 __all__ = ["STEPS", "SharedStep", "simulate_shared", "together"]
 
-#: Steps of each job, unless told otherwise; and at most.
+#: The default number of steps of each job, and the largest number.
 STEPS, _MOST_STEPS = 3, 1000
-#: Moments that differ by less than this share are one.
+#: Two moments count as equal if their relative difference is below this number.
 _ROUNDING = 1e-9
-#: Of a machine: the network.
+#: The fields of a machine that describe its network.
 _OF_NETWORK = (
     "gpus_per_host", "card_bytes_per_s", "card_share", "link_bytes_per_s", "link_share", "latency_s",
     "network_latency_s", "hop_s",
@@ -46,11 +46,11 @@ Steps = list[list[LaneTimes]]
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """A job's step alone, where nothing is disturbed, and its mean step in the window, next to the other jobs.
+    """A job's step alone on the undisturbed network, and the job's mean step in the window, next to the other jobs.
 
-    Each is the step of the job's busiest worker, or of a program the mean over its workers. `longer_s` is by how much
-    each part of the step is longer next to the others than alone: `computing`, `bubble`, and each kind of
-    communication. `steps_s` are the seconds of each step, and `longest` is the longest step of a job, with workers
+    Steps are as the job's busiest worker sees them; the step of a program is the mean over its workers. `longer_s` has
+    how much longer each part of the step takes next to the other jobs than alone: `computing`, `bubble`, and each kind
+    of communication. `steps_s` has the seconds of each step. `longest` is the longest step of a job, with workers
     numbered as in the network.
     """
 
@@ -66,7 +66,7 @@ class SharedStep:
 
 
 class _Window(NamedTuple):
-    """The window from `begin_s` to `end_s`: for each job, how many steps it was given, and which steps are inside."""
+    """The window from `begin_s` to `end_s`, with each job's number of simulated steps and its steps in the window."""
 
     begin_s: float
     end_s: float
@@ -75,9 +75,9 @@ class _Window(NamedTuple):
 
 
 def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
-    """Return programs as one: worker w of program j is worker `places[j][w]`, and the rest of `workers` is idle.
+    """Join programs: worker w of program j becomes worker `places[j][w]`, and the rest of `workers` is idle.
 
-    It has the programs' lanes and communications, one program after another, and a lane for the idle workers.
+    The joined program has the lanes and communications of each program in turn, and a lane for the idle workers.
     """
     lanes: list[Lane] = []
     communications: list[Communication] = []
@@ -114,13 +114,12 @@ def simulate_shared(
     steps: int = STEPS,
     shift_s: Sequence[float] = (),
 ) -> tuple[tuple[float, float], list[SharedStep]]:
-    """Simulate jobs on one network of hosts of a machine (`network_of`), and return the window, in seconds from the
-    start, and their steps.
+    """Simulate jobs on one network (from `network_of`); return the window, in seconds, and each job's step.
 
-    Worker w of job j is GPU `places[j][w]`; the job begins after `shift_s[j]` seconds (at once without), and makes at
-    least `steps` steps in the window. What a step is made of is as in `simulate`; so `pipeline` is by how much longer a
-    job's steps take than if its own pipeline sent nothing. Raises `InputError` on machines with other links, and
-    `TooLargeError` on too many steps of workers that are not alike.
+    Worker w of job j runs on GPU `places[j][w]`. The job begins after `shift_s[j]` seconds (by default at once), and
+    runs at least `steps` steps in the window. The parts of a step are as in `simulate`. So `pipeline` is how much
+    longer a job's steps take than if its own pipeline sent nothing. Raises `InputError` on machines with other links,
+    and `TooLargeError` on too many steps of workers that are not alike.
     """
     if not 1 <= steps <= _MOST_STEPS:
         raise InputError(f"iterations: {steps} (expected 1 to {_MOST_STEPS:,} steps)")
@@ -132,7 +131,7 @@ def simulate_shared(
 
 
 class _Shared:
-    """Jobs on a network, and on one that is not disturbed."""
+    """Jobs on a network, and on the same network without disturbances."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class _Shared:
         return (window.begin_s, window.end_s), result
 
     def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
-        """Return a job's step, given its simulated steps and the same ones where its pipeline sends nothing."""
+        """Return a job's mean step from its simulated steps, with and without its pipeline's transfers."""
         job, made, steps_s = self.jobs[j], self.made[j], tuple(map(seconds_of, beside[0]))
         if isinstance(job, Program):
             first, mean = (_mean([program_step(job, lanes) for lanes in steps]) for steps, _ in (alone, beside))
@@ -180,11 +179,11 @@ class _Shared:
         return SharedStep(first, mean, _longer_s(same, mean), steps_s, drawn)
 
     def _free(self, j: int, quotient: Quotient, counts: list[int]) -> Steps:
-        """The steps of a job where its own pipeline sends nothing; none if it has no pipeline."""
+        """Return a job's steps if its own pipeline sent nothing; return no steps if the job has no pipeline."""
         return self._run(quotient, counts, self.sends[j])[j] if self.sends[j] else []
 
     def _run(self, quotient: Quotient, counts: list[int], free: Container[int] = ()) -> list[Steps]:
-        """The steps of all jobs, with the numbers that lanes have in a job's own program."""
+        """Return the steps of all jobs, with lanes numbered as in each job's own program."""
         found = run_steps(quotient, self.lanes, counts, self.shift_s, free)
         return [
             [[replace(lane, lane=lane.lane - lanes.start) for lane in step] for step in own]
@@ -192,7 +191,7 @@ class _Shared:
         ]
 
     def _window(self, steps: int, each_s: Sequence[float]) -> tuple[_Window, list[Steps]]:
-        """Simulate until the window has as many steps, if one of each job takes about `each_s`."""
+        """Simulate until the window has enough steps of each job; a step takes about `each_s`."""
         counts, early = [0] * len(each_s), [False] * len(each_s)
         while True:
             until_s = max(self.shift_s) + steps * max(each_s)
@@ -224,7 +223,7 @@ def _mean(steps: Sequence[ProgramStep]) -> ProgramStep:
 
 
 def _window_of(ends_s: list[list[float]], begin_s: float, counts: list[int]) -> _Window:
-    """The window of steps that begin and end at these moments."""
+    """Return the window of steps that begin and end at these moments."""
     end_s = min(own[-1] for own in ends_s)
     least_s, most_s = begin_s * (1 - _ROUNDING), end_s * (1 + _ROUNDING)
     inside = [

@@ -1,8 +1,8 @@
 """A `Program` on the links of a network: every communication is a flow, and flows share links at max-min fair rates.
 
-A communication begins when all that start it have done so and the one before it in its groups has ended. After its
-latency it is a flow over all its links at once (`connections.py`). Of workers that are alike, one is simulated
-(`quotient.py`).
+A communication begins when all its workers have started it and the previous communication of its groups has ended.
+After its latency, the communication is a flow over all its links at once (`connections.py`). Among workers that are
+alike, only one is simulated (`quotient.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from legato.whole_jobs.flow.quotient import Quotient
 
 __all__ = ["Flow", "LaneTimes", "run", "run_steps"]
 
-#: Computations, waits, and links of flows: a simulation takes minutes beyond them, and a gigabyte.
+#: The most computations, waits, and links of flows. A larger simulation would take minutes and a gigabyte.
 _MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
-    """A communication: when all its workers had started it, when it began, with its latency, and when it ended."""
+    """A communication: when the last worker started it, when it began (its latency included), and when it ended."""
 
     started_s: float
     begin_s: float
@@ -39,9 +39,10 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
-    """Workers that do the same at the same times: `workers`, of a `lane` of the program; (begin, end) of each
-    computation and wait, and the flow that a wait is for, by the number of the action. Seconds count from the begin of
-    the step."""
+    """Times of the `workers` of a `lane` that do the same things at the same times.
+
+    `times` has (begin, end) of each computation and wait, and `flows` has the flow that a wait is for, both by the
+    number of the action. Seconds count from the beginning of the step."""
 
     lane: int
     workers: NDArray[np.int64]
@@ -50,12 +51,12 @@ class LaneTimes:
 
     @property
     def end_s(self) -> float:
-        """Return when its last action ends."""
+        """Return when the last action of these workers ends."""
         return max((end for _, end in self.times.values()), default=0.0)
 
 
 def run(quotient: Quotient, free: Container[int] = ()) -> list[LaneTimes]:
-    """The times of each class of workers; the `free` communications, by their numbers, take no time.
+    """Return the times of each class of workers; the communications numbered in `free` take no time.
 
     Raises `TooLargeError` on too many classes.
     """
@@ -77,12 +78,12 @@ def run_steps(
     return _Run(quotient, jobs, counts, shift_s, free).times()
 
 
-#: By the number of an action that takes time: its service, and the one before it.
+#: For each action that takes time, by number: its service and the service before it.
 _Walk = dict[int, tuple[int, int]]
 
 
 class _Run:
-    """The services of one simulation: of the actions of each class of workers, and of each flow."""
+    """The services of one simulation, for the actions of each class of workers and for each flow."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class _Run:
         return found, last
 
     def _flow(self, key: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The services of a flow: all have started it, its latency, and its bytes."""
+        """Return three services of a flow: the wait until all have started it, its latency, and its bytes."""
         if key in self.flows:
             return self.flows[key]
         _, number, group = key

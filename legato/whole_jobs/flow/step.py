@@ -28,7 +28,7 @@ __all__ = [
     "simulate_program",
 ]  # fmt: skip
 
-#: A timeline is for looking at.
+#: The most lanes that a timeline shows.
 _MOST_DRAWN = 32
 _KINDS: dict[str, SpanKind] = {
     "forward": "forward", "backward": "backward", "weights": "backward", OPTIMIZER: "optimizer"
@@ -37,7 +37,7 @@ _KINDS: dict[str, SpanKind] = {
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """A step, and the lanes that were simulated: one for each class of workers that are alike.
+    """A simulated step, with one lane for each class of workers that are alike.
 
     The parts of the step belong to the busiest worker of the `lane` of the program.
     """
@@ -49,14 +49,15 @@ class FlowStep:
 
     @property
     def worker(self) -> int:
-        """The first of the workers whose parts the step has."""
+        """Return the first of the busiest workers, to which the parts of the step belong."""
         of_lane = (one for one in self.lanes if one.lane == self.lane)
         return int(max(of_lane, key=lambda one: _busy_s(self.program, one)).workers[0])
 
     def timeline(self, network: str = "") -> Timeline:
-        """Return the lanes to look at: of each stage the last ones to finish, or all if they are few.
+        """Return a timeline: all lanes if there are few, or else the lanes of each stage that finish last.
 
-        `network` is in words. A lane has the name of its first worker, and `members` says for how many it stands.
+        `network` describes the network in words. A lane is named after its first worker, and `members` is the number
+        of workers that it represents.
         Communication is drawn where the worker waits for it.
         """
         drawn = sorted(self.lanes, key=lambda lane: (lane.lane, -lane.end_s))
@@ -91,9 +92,9 @@ class FlowStep:
 
 
 def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **options: Any) -> Network:
-    """Return the network of a machine for this number of workers, whose hosts are full.
+    """Return the network of a machine for this number of workers, with full hosts.
 
-    `options` are further fields of `Network`, `disturb` its disturbances as `parse_disturbances` reads them. Raises
+    `options` are further fields of `Network`, and `disturb` has disturbances as `parse_disturbances` reads them. Raises
     `InputError`.
     """
     hosts = -(-workers // machine.gpus_per_host)
@@ -109,11 +110,11 @@ def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **
 
 
 def simulate(job: Job, network: Network, *, lane: int | None = None, alike: bool = True) -> FlowStep:
-    """Simulate a step on a network of `network_of`; without `alike`, every worker (for tests).
+    """Simulate a step on a network from `network_of`; without `alike`, simulate every worker (for tests).
 
-    Of the busiest worker (of a lane of the program, if one is given): it computes, waits for each kind of
-    communication from the moment at which all have started it, and else is idle. As in `predict`, `pipeline` is by
-    how much longer the step takes than without a pipeline's sends, and the bubble is what else it is idle. Raises
+    The parts of the step belong to the busiest worker (of a `lane`, if given). The worker computes, waits for each
+    kind of communication after all have started it, and is otherwise idle. As in `predict`, `pipeline` is how much
+    longer the step takes than without the pipeline's transfers. The bubble is the remaining idle time. Raises
     `InputError` if the network has no room, and `TooLargeError` on too many workers that are not alike.
     """
     _check_room(network, job.mesh.workers)
@@ -131,21 +132,21 @@ def seconds_of(lanes: Sequence[LaneTimes]) -> float:
 
 
 def sends_of(made: Program) -> set[int]:
-    """The numbers of a pipeline's communications."""
+    """Return the numbers of the pipeline's communications."""
     return {number for number, one in enumerate(made.communications) if one.kind == "pipeline"}
 
 
 def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
-    """The lane of the worker that computes and waits for communication the longest in one of these steps."""
+    """Return the lane of the worker with the most computing and waiting for communication in any of these steps."""
     return max((lane for lanes in steps for lane in lanes), key=lambda lane: _busy_s(made, lane)).lane
 
 
 def mean_step(
     job: Job, made: Program, steps: Sequence[Sequence[LaneTimes]], free: Sequence[Sequence[LaneTimes]], lane: int
 ) -> Step:
-    """The mean of simulated steps of a job, as its busiest worker of a lane sees them.
+    """Return the mean of a job's simulated steps, as the busiest worker of a lane sees them.
 
-    `free` are the same steps where the job's `sends_of` take no time, if it has any.
+    `free` has the same steps if the job's `sends_of` took no time; it is empty if there are none.
     """
     seconds, free_s = (fmean(map(seconds_of, every)) for every in (steps, free or steps))
     of_lane = ([_of_worker(made, one) for one in lanes if one.lane == lane] for lanes in steps)
@@ -164,9 +165,9 @@ def mean_step(
 
 
 def simulate_program(made: Program, machine: Machine, network: Network) -> ProgramStep:
-    """Simulate a step of a program on a network of `network_of`, with the latencies of the machine.
+    """Simulate a step of a program on a network from `network_of`, with the latencies of the machine.
 
-    Raises as `simulate` does.
+    Raises the same errors as `simulate`.
     """
     _check_room(network, made.workers)
     step = program_step(made, run(Quotient(made, machine, network)))
@@ -174,7 +175,7 @@ def simulate_program(made: Program, machine: Machine, network: Network) -> Progr
 
 
 def program_step(made: Program, lanes: Sequence[LaneTimes]) -> ProgramStep:
-    """A simulated step of a program, without what it sends."""
+    """Return a simulated step of a program, without its sent bytes."""
 
     def walks() -> Iterator[Walk]:
         for lane in lanes:
@@ -200,7 +201,7 @@ def _busy_s(made: Program, lane: LaneTimes) -> float:
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
-    """Seconds of computing, and of waiting for each kind but the pipeline, with the optimizer's."""
+    """Return a worker's seconds of computing, and of waiting for each kind except the pipeline (optimizer included)."""
     actions = made.lanes[lane.lane].actions
     computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
     for at, (begin_s, end_s) in lane.times.items():

@@ -1,16 +1,16 @@
 """Workers, groups and links that are alike: the coarsest equitable partition, by colour refinement.
 
 [Note: symmetry]
-In an equitable partition each worker of a class is in groups of the same classes, each group of a class has members of
-the same classes and the same number of connections on links of each class, and each link of a class carries the same
-number of connections of groups of each class. So if all workers of a class have done the same until some moment, the
-flows of a class of groups share links with like flows, have the same max-min fair rate, and go on doing the same: one
-of each class, on links that count the connections of all, has the times of the whole network. Whatever differs - a
-stage, a failing link, the path that a hash has chosen - is in the first colours or in the edges, and splits what it
-touches.
+In an equitable partition, all workers of a class are in groups of the same classes. All groups of a class have members
+of the same classes, and the same number of connections on links of each class. All links of a class carry the same
+number of connections from groups of each class. Suppose that all workers of a class have done the same up to some
+moment. Then all flows of a class of groups share links with the same kinds of flows, so they have the same max-min fair
+rate, and the workers continue to do the same. So simulating one worker, group and link of each class, on links that
+count all connections, gives the times of the whole network. Differences, such as a stage, a failing link, or a path
+chosen by a hash, are in the first colours or in the edges, and split the classes that they affect.
 
-Colours are hashes of 64 bits (1-dimensional Weisfeiler-Leman, with sums over neighbours): that two of a million differ
-and have the same colour has a probability of 3e-8.
+Colours are 64-bit hashes (1-dimensional Weisfeiler-Leman, with sums over neighbours). The probability that among a
+million different nodes two have the same colour is 3e-8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Colours = NDArray[np.uint64]
 
 
 class Edges(NamedTuple):
-    """Labelled edges between nodes of two kinds, by their numbers."""
+    """Labelled edges between nodes of two kinds, given by the numbers of the nodes."""
 
     kinds: tuple[str, str]
     ends: tuple[Ints, Ints]
@@ -35,7 +35,7 @@ class Edges(NamedTuple):
 
 
 def refined(first: dict[str, Ints], edges: list[Edges]) -> dict[str, Ints]:
-    """The class of each node, by kind, from 0 on; nodes of a class have the same `first` number."""
+    """Return the class of each node, by kind, counted from 0; nodes of one class have the same `first` number."""
     colours = {kind: _mixed(number.astype(np.uint64)) for kind, number in first.items()}
     count = 0
     while True:
@@ -44,7 +44,7 @@ def refined(first: dict[str, Ints], edges: list[Edges]) -> dict[str, Ints]:
         if number == count:
             return classes
         count = number
-        # From small numbers again, so that a colour is of the partition, not of what the hashes were before.
+        # Restart from small numbers: colours then depend only on the partition, not on earlier hashes.
         colours = {kind: _mixed(own.astype(np.uint64)) for kind, own in classes.items()}
         sums = {kind: own.copy() for kind, own in colours.items()}
         for salt, ((a, b), (at_a, at_b), label) in enumerate(edges):
@@ -55,7 +55,7 @@ def refined(first: dict[str, Ints], edges: list[Edges]) -> dict[str, Ints]:
 
 
 def _mixed(bits: Colours) -> Colours:
-    """The finalizer of SplitMix64."""
+    """Apply the finalizer of SplitMix64."""
     with np.errstate(over="ignore"):
         bits = bits + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
