@@ -1,4 +1,4 @@
-"""The fastest layouts of a model on a number of GPUs, of all that fit in memory, and machines that are better."""
+"""Find the fastest layouts of a model that fit in the memory of a number of GPUs, and list better machines."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from legato.zoo.presets import framework_named, machine_named
 
 __all__ = ["Layouts", "jobs", "layouts", "machines", "schedule_of", "title_of"]
 
-#: Passes of micro-batches through stages that a search predicts: about half a minute on one core.
+#: The most passes of micro-batches through stages that a search predicts, in about half a minute on one core.
 _MOST_PASSES = 2**21
 _MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
-#: Tokens of a micro-batch that context parallelism leaves each GPU. No measured step has fewer (docs/whole_jobs.md),
-#: and one efficiency of all matrix products makes few tokens look as good as many.
+#: The fewest tokens of a micro-batch that context parallelism leaves on each GPU. No measured step has fewer
+#: (docs/whole_jobs.md). With one efficiency for all matrix products, few tokens would look as good as many.
 _LEAST_TOKENS = 2048
-#: After the memory of a layout.
+#: What the table adds after the memory of a layout.
 _MARKS = {"fits": "", "near the limit": ", near the limit", "does not fit": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The `best` layouts, the fastest first, of `number` that divide evenly.
+    """The `best` layouts, the fastest first, among all `number` layouts that divide evenly.
 
-    Those near the limit of the memory are among them, and so is the fastest that fits, however slow. `complete` is
-    false if the search reached its limit on work before it had shown that no other layout is faster.
+    `best` includes layouts near the memory limit, and always the fastest layout that fits, however slow it is.
+    `complete` is false if the search reached its limit before it could rule out faster layouts.
     """
 
     best: list[Step]
@@ -50,11 +50,11 @@ class Layouts:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The layouts and their steps as `legato layouts --json` prints them."""
+        """Return the layouts and their steps as `legato layouts --json` prints them."""
         return [_layout(step.job) | step.columns for step in self.best]
 
     def table(self) -> TextTable:
-        """The layouts in words."""
+        """Return the layouts as a table."""
         heads = ("layout", "schedule", "micro-batches", "recomputed", "sharded", "step", "utilization", "memory")
         rows = (
             (
@@ -74,17 +74,17 @@ class Layouts:
 
     @property
     def first(self) -> Step:
-        """The layout to try first: the fastest that fits, or else the fastest near the limit."""
+        """Return the layout to try first: the fastest that fits, or else the fastest near the memory limit."""
         return next((step for step in self.best if step.room == "fits"), self.best[0])
 
     @property
     def equal(self) -> list[Step]:
-        """The fastest layouts, which predictions do not tell apart."""
+        """Return the layouts that are so close to the fastest that predictions cannot rank them."""
         return [step for step in self.best if step.seconds < (1 + APART) * self.best[0].seconds]
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """Two sentences: whether others are faster, and which ones predictions do not tell apart."""
+        """Return two sentences: whether other layouts may be faster, and which layouts predictions cannot rank."""
         more = "" if self.complete else "; others may be faster, because the search stopped at its limit"
         others = f"the fastest of {self.number:,} layouts, as predicted{more}"
         equal = self.equal
@@ -100,12 +100,12 @@ class Layouts:
         )
 
     def __str__(self) -> str:
-        """The table and the verdict in lines of text."""
+        """Return the table and the verdict as lines of text."""
         shown = self.table()
         return "\n".join([shown.title, *table(shown.heads, shown.rows, right=0), *self.verdict])
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: what each layout waits for."""
+        """Return a picture for notebooks that shows what each layout waits for."""
         shown = self.table()
         bars = [(str(step.job.mesh), step.parts, format_seconds(step.seconds)) for step in self.best]
         said = "".join(f"<p>{line}</p>" for line in self.verdict)
@@ -132,13 +132,13 @@ def _layout(job: Job) -> dict[str, Any]:
 
 
 def schedule_of(job: Job) -> str:
-    """The schedule of a pipeline in words; "" without one."""
+    """Return the schedule of a job's pipeline in words, or "" if the job has no pipeline."""
     chunks, uneven = f" x {job.chunks}" if job.chunks > 1 else "", ", uneven" if job.uneven else ""
     return f"{job.schedule}{chunks}{uneven}" if job.mesh.pipeline > 1 else ""
 
 
 def title_of(job: Job) -> str:
-    """Return in words what is trained on what."""
+    """Return in words which model is trained on which GPUs."""
     return (
         f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
     )
@@ -162,11 +162,11 @@ def _divisors(number: int) -> list[int]:
 def jobs(
     name: str, model: LanguageModel, framework: Framework, machine: Machine, gpus: int, batch: int
 ) -> Iterator[Job]:
-    """Return all layouts of a `batch` of sequences a step on this number of GPUs that divide evenly.
+    """Yield all layouts on this number of GPUs that divide evenly, for a `batch` of sequences per step.
 
-    Tensor parallelism stays inside a host, and implies sequence parallelism. Context parallelism leaves each GPU 2,048
-    tokens of a micro-batch or more, as all steps have that predictions were compared with. The dimensions are ordered
-    as in `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
+    Tensor parallelism stays inside a host, and implies sequence parallelism. Context parallelism leaves each GPU at
+    least 2,048 tokens of a micro-batch, because no measured step has fewer. The dimensions are ordered as in `Mesh`.
+    All schedules, recomputation and sharding that the framework offers are tried.
     """
     for tensor in _divisors(machine.gpus_per_host):
         for context in (one for one in _divisors(gpus) if one & (one - 1) == 0):
@@ -186,13 +186,13 @@ def jobs(
 def _of_mesh(
     name: str, model: LanguageModel, mesh: Mesh, framework: Framework, machine: Machine, sequences: int
 ) -> Iterator[Job]:
-    """All ways to run a replica's `sequences` on this mesh."""
+    """Yield all ways to run a replica's `sequences` on this mesh."""
     schedules: list[tuple[Schedule, int]] = [
         (schedule, chunks)
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
         for chunks in (_chunks(model.layers, mesh.pipeline) if schedule == "interleaved" else (1,))
     ]
-    # Sharded parameters may have a replica on each host, or on each of several numbers of GPUs.
+    # Sharded parameters may have one replica per host, or per group of several numbers of GPUs.
     copies = mesh.data // math.gcd(mesh.data, machine.gpus_per_host) if mesh.expert == 1 else 1
     shards: list[tuple[Shard, int]] = [
         (shard, replicas)
@@ -226,7 +226,10 @@ def _of_mesh(
 
 
 def _chunks(layers: int, pipeline: int) -> list[int]:
-    """Chunks of a stage: all that divide its layers, or with the embeddings and the output layer as one each."""
+    """Return the numbers of chunks to try for a stage.
+
+    They include all numbers that divide its layers, also if embeddings and the output layer count as one layer each.
+    """
     found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
     return sorted((found | set(_CHUNKS)) - {1})
 
@@ -242,12 +245,13 @@ def layouts(
     number: int = 10,
     name: str = "",
 ) -> Layouts:
-    """Find the `number` fastest layouts of a model on `gpus` GPUs, for a `batch` of sequences a step of all replicas.
+    """Find the `number` fastest layouts of a model on `gpus` GPUs, for a `batch` of sequences per step in all.
 
-    A model, a machine or a framework is given by its name or as it is; a machine's name may be the path of a file. A
-    GPU has `memory_nbytes`, by default the machine's. Layouts are tried in the order of `floor_s`, which no prediction
-    is below, and the search ends where that is above the slowest of the best and the fastest that fits. Raises
-    `InputError`, with the nearest names, on unknown ones, and if no layout divides evenly or none fits in memory.
+    The model, machine and framework are names or objects; a machine's name may be the path of a file. A GPU has
+    `memory_nbytes`, by default the machine's memory. Layouts are tried in the order of `floor_s`, a lower bound on the
+    prediction. The search ends when this bound is above the slowest of the best layouts and above the fastest layout
+    that fits. Raises `InputError` on an unknown name (the message suggests the nearest names), if no layout divides
+    evenly, or if none fits in memory.
     """
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value < 1:
@@ -295,7 +299,7 @@ def layouts(
 
 
 def machines(machine: Machine) -> dict[str, Machine]:
-    """Machines with one thing better, by what an operator calls it."""
+    """Return machines with one thing improved, by an operator's name for the improvement."""
     latencies = ("latency_s", "network_latency_s", "hop_s")
     return {
         "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),

@@ -1,4 +1,4 @@
-"""Memory of a GPU: parameters, gradients, the optimizer's states, and activations between the passes."""
+"""Memory of a GPU: parameters, gradients, the optimizer's states, and activations kept for backward passes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OPTIMIZER, _PARAMETER = 12, 2
 #: Of a logit, at the loss's backward pass: in 32 bits; or, in torch's cross entropy, 16 bits, and in 32 bits the
 #: logarithm of its probability and the gradients of both.
 _LOGITS, _LOGITS_WHOLE = 4, 14
-#: Under sharded parameters, the layer that runs and the one that is gathered for it beforehand.
+#: With sharded parameters, the number of gathered layers: the layer that runs, and the layer gathered in advance.
 _GATHERED_LAYERS = 2
-#: The share of a GPU's memory above which libraries and fragments may take the rest: of 605 published jobs, 93% are
-#: below it and ran, or above it and ran out of memory (docs/whole_jobs.md).
+#: Above this share of a GPU's memory, libraries and fragmentation may use the rest. Of 605 published jobs, 93% were
+#: below this share and ran, or above it and ran out of memory (docs/whole_jobs.md).
 _NEAR = 0.85
 
 Room: TypeAlias = Literal["fits", "near the limit", "does not fit"]
@@ -28,7 +28,7 @@ Room: TypeAlias = Literal["fits", "near the limit", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a worker."""
+    """Bytes of memory that a worker needs, by use."""
 
     parameters: float
     gradients: float
@@ -41,23 +41,23 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """The part that takes the most."""
+        """Return the name of the largest part."""
         parts = asdict(self)
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Return whether this memory has room for it, and for libraries and fragments, which are not predicted."""
+        """Return whether this fits into `nbytes` and leaves room for libraries and fragmentation, or how it fails."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
 def memory(job: Job, plan: Schedule, worker: int) -> Memory:
-    """Return the memory of a worker of the pipeline, at the moment when it holds the most activations."""
+    """Return the memory of a pipeline worker at the moment when the worker holds the most activations."""
     weights, gradients, optimizer = _states(job, {action.stage for action in plan[worker]})
     return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
 
 
 def static(job: Job) -> float:
-    """Bytes that the fullest worker needs at least: its states, and its first chunk's activations in flight."""
+    """Return a lower bound on the fullest worker's bytes: its states, and its first chunk's activations in flight."""
     workers = job.mesh.pipeline
     in_flight = min(workers, job.microbatches) * _stage_activations(job, 0)
     return max(
@@ -67,7 +67,7 @@ def static(job: Job) -> float:
 
 
 def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
-    """Bytes of the parameters, the gradients and the optimizer's states of a worker that has these stages."""
+    """Return the bytes of parameters, gradients and optimizer states of a worker that has these stages."""
     own = Parameters(0)
     for stage in stages:
         own = own.plus(held(job, stage))
@@ -85,13 +85,16 @@ def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
 
 
 def _kinds(job: Job) -> list[bool]:
-    """Return the kinds of layers of the job: False for dense ones, True for mixtures."""
+    """Return the kinds of the job's layers: False for dense layers, True for mixtures of experts."""
     mixtures = len(job.model.mixtures)
     return [False] * (mixtures < job.model.layers) + [True] * (mixtures > 0)
 
 
 def _most_activations(job: Job, plan: Schedule, worker: int) -> float:
-    """A stage's activations are there from its forward pass to the last action of that micro-batch."""
+    """Return the most bytes of activations that a worker holds at once.
+
+    A stage holds a micro-batch's activations from the forward pass to the last action of that micro-batch.
+    """
     stages = {action.stage for action in plan[worker]}
     nbytes = {stage: _stage_activations(job, stage) for stage in stages}
     last = {(action.stage, action.microbatch): index for index, action in enumerate(plan[worker])}
@@ -118,15 +121,15 @@ def _stage_activations(job: Job, stage: int) -> float:
 
 
 def _again(job: Job) -> float:
-    """Activations of the one layer that is recomputed."""
+    """Return the bytes of activations of the layer that is being recomputed."""
     return max(_kept(job, mixture, job.framework.flash) for mixture in _kinds(job))
 
 
 def activations(job: Job, mixture: bool) -> float:
-    """Bytes that a layer keeps of a micro-batch for its backward pass (arXiv 2205.05198, sections 4.1 to 5).
+    """Return the bytes that a layer keeps of a micro-batch for its backward pass (arXiv 2205.05198, sections 4.1 to 5).
 
-    Of GPT, without recomputation: s b h (34 + 5 a s / h) / tensor under sequence parallelism, where 10 of the 34 are
-    not divided without it. A layer that is recomputed in full keeps its input.
+    A GPT layer without recomputation keeps s b h (34 + 5 a s / h) / tensor bytes under sequence parallelism. Without
+    sequence parallelism, 10 of the 34 are not divided. A fully recomputed layer keeps its input.
     """
     if job.recompute == "full":
         return 2 * width(job)

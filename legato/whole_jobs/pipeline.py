@@ -1,4 +1,4 @@
-"""The work of a pipeline's workers: the passes of a schedule, and the transfers between them."""
+"""The work of a pipeline's workers: the passes of a schedule, and the transfers between passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato.whole_jobs.schedules import Action, Schedule
 
 __all__ = ["STEPS", "around", "coarse"]
 
-#: To which stage a pass sends what it makes, counted from its own.
+#: How many stages further a pass of each kind sends its result; 0 if it sends nothing.
 STEPS = {"forward": 1, "backward": -1, "weights": 0}
 
 
@@ -22,10 +22,10 @@ def around(
     *,
     overlapped: bool,
 ) -> Iterator[program.Action]:
-    """The `work` of a pass, with the transfers of its input and to the next pass of its micro-batch.
+    """Yield the `work` of a pass, after the wait for its input and before the transfer to the micro-batch's next pass.
 
-    `last` is the last stage, and `number` tells the communication that brings a stage's activation to a pass. If
-    transfers are `overlapped`, the worker goes on at once; otherwise it waits for each that it sends.
+    `last` is the last stage, and `number` returns the number of the transfer from a stage to a pass. If transfers are
+    `overlapped`, the worker continues at once; otherwise it waits for each transfer that it sends.
     """
     stage, microbatch, kind = action
     step = STEPS[kind]
@@ -42,7 +42,7 @@ def around(
 def coarse(
     plan: Schedule, passes_s: Sequence[Mapping[str, float]], *, overlapped: bool
 ) -> tuple[list[list[program.Action]], list[tuple[int, str]]]:
-    """Return lanes whose passes are a computation each, and the sending stage and kind of pass of each transfer.
+    """Return lanes with one computation for each pass, and each transfer's sending stage and kind of pass.
 
     A stage's transfers in one direction go out one after another. `passes_s` has the seconds of `forward`, `backward`
     and `weights` of each stage.

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: what each worker of it does, in order."""
+"""Schedules of a pipeline as data: the actions of each worker, in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "schedule"]
 class Action(NamedTuple):
     """A pass of a micro-batch through a stage.
 
-    `backward` computes the gradients of activations, and, where the stage has no action `weights` of that micro-batch,
-    the gradients of weights as well.
+    `backward` computes the gradients of activations. It also computes the gradients of weights, unless the stage has a
+    separate action `weights` for that micro-batch.
     """
 
     stage: int
@@ -27,17 +27,17 @@ Schedule: TypeAlias = list[list[Action]]
 
 
 def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return GPipe: all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)."""
     return _in_turns(workers, microbatches, lambda worker: microbatches)
 
 
 def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B: a forward pass for each stage that follows, then in turns (PipeDream-flush, arXiv 2006.09503)."""
+    """Return 1F1B: forward passes for all later stages, then alternating passes (PipeDream-flush, arXiv 2006.09503)."""
     return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
 
 
 def _in_turns(workers: int, microbatches: int, ahead: Callable[[int], int], chunks: int = 1) -> Schedule:
-    """Each worker's first `ahead` forward passes, then a forward and a backward pass in turns.
+    """Return a schedule in which each worker runs `ahead` forward passes, then alternates forward and backward passes.
 
     With chunks, forward passes take `workers` micro-batches through a chunk, then through the next one, and backward
     passes likewise from the last chunk on (arXiv 2104.04473, section 2.2).
@@ -59,7 +59,10 @@ def _in_turns(workers: int, microbatches: int, ahead: Callable[[int], int], chun
 
 
 def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B on stages of several chunks (arXiv 2104.04473, section 2.2). Micro-batches are a multiple of the workers."""
+    """Return 1F1B with several chunks per worker (arXiv 2104.04473, section 2.2).
+
+    The number of micro-batches must be a multiple of the number of workers.
+    """
     if chunks == 1:
         return one_forward_one_backward(workers, microbatches)
     if microbatches % workers:
@@ -68,7 +71,7 @@ def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: 1F1B, but gradients of weights wait while others need gradients of activations (arXiv 2401.10241).
+    """Return ZB-H1: 1F1B that delays gradients of weights to compute other gradients first (arXiv 2401.10241).
 
     Worker r delays the weights' gradients of r micro-batches, so that every worker holds as many activations as the
     first.
@@ -85,7 +88,7 @@ def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
     return result
 
 
-#: Schedules by name: functions of the workers, the micro-batches and the chunks of a worker.
+#: Schedules by name: functions of the numbers of workers, of micro-batches, and of chunks per worker.
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -95,7 +98,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def schedule(name: str, workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of a name. Raises `InputError` on an unknown one, and on numbers that it cannot have."""
+    """Return the schedule with this name. Raises `InputError` on an unknown name or unsuitable numbers."""
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
     return SCHEDULES[name](workers, microbatches, chunks)

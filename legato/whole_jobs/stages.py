@@ -1,4 +1,4 @@
-"""The work of a pipeline's stages in a step: their passes, what they send, and what follows the last pass."""
+"""The work of a pipeline's stages in a step: passes, transfers, and the work after the last pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NOTHING = Passes()
 
 
 def passes(job: Job) -> list[list[tuple[Passes, int]]]:
-    """The parts of each stage in their order, each with how many of them there are in a row, for one micro-batch.
+    """Return the parts of each stage in order, for one micro-batch; each part has its number of repetitions.
 
-    Unless gradients of weights wait (`zero-bubble`), they are in the backward pass.
+    Backward passes include the gradients of weights, unless the schedule delays these (`zero-bubble`).
     """
     counts, mesh, mixtures = job.split, job.mesh, job.model.mixtures
     kinds = {
@@ -50,7 +50,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
 
 
 def _received(job: Job, stage: int) -> Passes:
-    """Return a stage's gathers of activations that its neighbours sent in parts (arXiv 2104.04473, section 4.1)."""
+    """Return a stage's gathers of activations that were sent in parts (arXiv 2104.04473, section 4.1)."""
     if not job.framework.divides_sends or job.sequence_parallel:
         return _NOTHING
     gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
@@ -60,24 +60,24 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def is_away(job: Job, stage: int) -> bool:
-    """Return whether, in any pipeline, the next stage (after the last one: the first) is on another host."""
+    """Return whether in any pipeline the next stage (the first follows the last) is on another host."""
     one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
     placements = job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
     return any(hosts[one] != hosts[other] for hosts in placements)
 
 
 def sent_nbytes(job: Job, stage: int) -> float:
-    """Bytes that a worker sends to the next stage, or gets back from it: an activation, or its part of one."""
+    """Return the bytes that a worker sends to the next stage or gets back: an activation, or a part of it."""
     divided = job.framework.divides_sends and not job.sequence_parallel and is_away(job, stage)
     return 2 * layer.width(job) / (job.mesh.tensor if divided else 1)
 
 
 def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
-    """The passes of a part of the model, with the exchanges of its sharded gradients or parameters.
+    """Return the passes of a part of the model, with the exchanges of its sharded gradients or parameters.
 
-    Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters gathered for each pass (arXiv
-    1910.02054, section 7: three times the parameters); the stages of a pipeline do so once a step. These run during the
-    part's own passes, and are exposed where they are longer, as the embeddings' exchanges are.
+    Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters are gathered for each pass
+    (arXiv 1910.02054, section 7: three times the parameters). The stages of a pipeline do both once per step. These
+    exchanges run during the part's own passes. They are exposed where they take longer than the passes.
     """
     joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
     if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
@@ -93,9 +93,9 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """Return a collective of these bytes a parameter over data-parallel workers; for experts, over their replicas.
+    """Return a collective over data-parallel workers, with `nbytes` per parameter; experts use their replicas only.
 
-    Where parameters have replicas, these sum the parts of the gradients that they own.
+    If parameters have replicas, the replicas also sum the parts of the gradients that they own.
     """
     if job.replicas > 1:
         inside = Exchange("data", operation, ("expert", "context"), nbytes * own.shared)
@@ -108,9 +108,9 @@ def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> t
 
 
 class Tail(NamedTuple):
-    """A worker's work once a step, after its last pass; passes may hide `gradients` and `parameters`.
+    """A worker's work after its last pass, once per step; passes may hide `gradients` and `parameters`.
 
-    `tied_nbytes` are the bytes of a tied table's gradients, summed between the first and the last stage (arXiv
+    `tied_nbytes` is the size of a tied table's gradients, which are summed between the first and the last stage (arXiv
     1909.08053, section 4).
     """
 
@@ -121,7 +121,7 @@ class Tail(NamedTuple):
 
 
 def tail(job: Job, worker: int) -> Tail:
-    """Return the tail of a worker of the pipeline: gradients are summed, and sharded parameters gathered."""
+    """Return a pipeline worker's work after its last pass: sums of gradients, and gathers of sharded parameters."""
     own = Parameters(0)
     for stage in range(worker, len(job.split), job.mesh.pipeline):
         own = own.plus(held(job, stage))
@@ -140,7 +140,7 @@ def tail(job: Job, worker: int) -> Tail:
 
 
 def optimizer_s(job: Job, own: Parameters) -> float:
-    """The optimizer's step is bound by memory."""
+    """Return the seconds of the optimizer's step, which memory bandwidth limits."""
     part = sum(own) if job.shard == "none" else owned(job, own)
     gradients = {"parameters": 0.0, "gradients": part}.get(job.shard, sum(own))
     nbytes = _GRADIENT_TIMES * job.framework.gradient_nbytes * gradients + _OWNED * part

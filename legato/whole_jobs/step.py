@@ -25,12 +25,12 @@ __all__ = ["Step", "beyond_rounding", "floor_s", "predict", "waits"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a job, predicted.
+    """A predicted step of a job.
 
-    Of the `seconds`, the busiest worker computes `computing_s`, is idle for `bubble_s`, and waits for each kind of
-    communication `exposed_s`, whose last one, `optimizer`, is the optimizer's step. `sent` are the bytes each GPU sends
-    (mean over stages), by kind and tier (`host`: links inside it; `network`: cards). `memory` is the memory of the
-    fullest worker.
+    In a step of `seconds`, the busiest worker computes for `computing_s` and is idle for `bubble_s`. `exposed_s` has
+    its waits for each kind of communication, and the optimizer's step as `optimizer`. `sent` has the bytes that each
+    GPU sends (mean over stages), by kind and tier (`host`: links inside the host; `network`: cards). `memory` is the
+    memory of the fullest worker.
     """
 
     job: Job
@@ -43,15 +43,15 @@ class Step:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of which the step consists, by what the busiest worker does."""
+        """Return the parts of the step in seconds, by what the busiest worker does."""
         return {"computing": self.computing_s, "bubble": self.bubble_s, **self.exposed_s}
 
     def __str__(self) -> str:
-        """One line: the job, the time of the step, and what it waits for."""
+        """Return one line with the job, the time of the step, and what the step waits for."""
         return f"{self.job}: {self._said}"
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: what the step consists of."""
+        """Return a picture of the step's parts for notebooks."""
         return draw_bars([(self._said, self.parts, "")], str(self.job))
 
     @property
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Return what `--json` prints of a step."""
+        """Return the fields of a step that `--json` prints."""
         likely = self.interval
         sent: dict[str, dict[str, float]] = {}
         for (kind, tier), nbytes in self.sent.items():
@@ -86,17 +86,17 @@ class Step:
 
     @property
     def kind(self) -> Kind:
-        """The kind of steps that this one belongs to."""
+        """Return the kind of steps to which this step belongs."""
         return kind_of(self.job, self.layer_s)
 
     @property
     def interval(self) -> Interval | None:
-        """The seconds between which the step is in four cases of five; None if no measured step is like it."""
+        """Return the interval that holds in four of five cases, or None if no measured step is of this kind."""
         return interval(self.kind, self.job.machine, self.seconds)
 
     @property
     def room(self) -> Room:
-        """Return whether the memory of a GPU has room for this step's."""
+        """Return whether this step's memory fits in the memory of a GPU."""
         return self.memory.room_in(self.job.machine.memory_nbytes)
 
     @property
@@ -105,7 +105,7 @@ class Step:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization: FLOPs of the model alone, nothing recomputed, over the peak of all GPUs."""
+        """Return the model FLOPs utilization: FLOPs without recomputation, divided by the peak of all GPUs."""
         peak = self.job.mesh.workers * self.job.machine.flops_per_s
         return self.tokens_per_s * model_flops(self.job.model) / peak
 
@@ -117,7 +117,7 @@ class Step:
 
 
 def waits(parts: dict[str, float]) -> str:
-    """Return in words what a step of these parts waits for, the longest first, where it is at least 1% of the step."""
+    """Return in words what a step with these parts waits for, the longest wait first; waits below 1% are left out."""
     seconds = sum(parts.values())
     found = [part for part in parts if part not in ("computing", "optimizer") and parts[part] >= 0.01 * seconds]
     shown = sorted(found, key=lambda part: -parts[part])
@@ -138,7 +138,7 @@ class _Costs(NamedTuple):
 
 
 def predict(job: Job) -> Step:
-    """Predict a step. Only workers of different stages differ, so one pipeline stands for all."""
+    """Predict a step. Workers of the same stage do the same, so it suffices to predict one pipeline."""
     plan = schedule(job.schedule, job.mesh.pipeline, job.microbatches, job.chunks)
     stages = _stages(job)
     tails = [_tail(job, worker, stages) for worker in range(job.mesh.pipeline)]
@@ -168,9 +168,9 @@ def predict(job: Job) -> Step:
 def floor_s(job: Job) -> float:
     """Return a lower bound on the seconds of a step.
 
-    A worker's own work comes after a forward pass through the stages before its first one, and (except for gradients of
-    weights that wait) before a backward pass through the same stages. For every schedule except GPipe this is close to
-    the step itself, because their bubbles are not longer.
+    Before a worker's own work, a forward pass runs through all stages before the worker's first stage. After this work
+    (except for delayed gradients of weights), a backward pass runs through the same stages. For every schedule except
+    GPipe, the bound is close to the step itself, because bubbles are no longer than these passes.
     """
     stages, workers = _stages(job), job.mesh.pipeline
     tails = [_tail(job, worker, stages).total_s for worker in range(workers)]
@@ -187,14 +187,14 @@ def floor_s(job: Job) -> float:
 
 
 def _work(job: Job, stages: list[_Costs]) -> Cost:
-    """All passes of a step through these stages."""
+    """Return the cost of all passes of a step through these stages."""
     return reduce(Cost.__add__, (cost for one in stages for cost in one), Cost()) * job.microbatches
 
 
 def _stages(job: Job) -> list[_Costs]:
-    """The passes of one micro-batch through each stage."""
+    """Return the costs of one micro-batch's passes through each stage."""
     every = passes(job)
-    known: dict[object, _Costs] = {}  # layers of a kind are one object, and most stages alike
+    known: dict[object, _Costs] = {}  # layers of a kind are one object, and most stages are equal
     result = []
     for stage, parts in enumerate(every):
         worker = stage % job.mesh.pipeline
@@ -208,7 +208,7 @@ def _stages(job: Job) -> list[_Costs]:
 
 
 def _send(job: Job, stage: int, nbytes: float) -> Cost:
-    """Return the cost of a transfer between a stage and the next one; none if both are on one worker."""
+    """Return the cost of a transfer between a stage and the next stage, which is 0 if both are on one worker."""
     if job.mesh.pipeline == 1:
         return Cost()
     return send("pipeline", job.machine, nbytes, is_away(job, stage))
@@ -217,8 +217,8 @@ def _send(job: Job, stage: int, nbytes: float) -> Cost:
 def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     """Return the cost of a pipeline worker's work after its last pass.
 
-    Hidden collectives of gradients run during the last micro-batch's backward pass, and of parameters during the first
-    one's forward pass.
+    Hidden collectives of gradients run during the last micro-batch's backward pass. Hidden collectives of parameters
+    run during the first micro-batch's forward pass.
     """
     own, framework = tail(job, worker), job.framework
     mine = stages[worker :: job.mesh.pipeline]
@@ -226,6 +226,6 @@ def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     forward_s = sum(one.forward.of(COMPUTING) for one in mine)
     gradients = cost_of(job, worker, own.gradients).behind(backward_s, framework.hides_gradients)
     parameters = cost_of(job, worker, own.parameters).behind(forward_s, "data" in framework.hidden)
-    # Two workers exchange the sums of a tied table at once, which takes as long as a transfer.
+    # Both workers send the sums of a tied table at the same time, which takes as long as one transfer.
     tied = _send(job, job.mesh.pipeline - 1, own.tied_nbytes) if own.tied_nbytes else Cost()
     return gradients + parameters + tied + Cost({"optimizer": own.optimizer_s})

@@ -1,4 +1,4 @@
-"""How sure a prediction is: how far predictions of measured steps of its kind were off.
+"""How sure a prediction is, judged by the errors of predictions for measured steps of the same kind.
 
 `LIKE` sums up published steps by kind, whose rows do not come with the package; `python benchmarks/whole_jobs.py --open
 FILE` prints it. The spread of a source covers four of five of its steps. A kind has the largest spread of its sources,
@@ -18,8 +18,9 @@ __all__ = ["APART", "LIKE", "SMALL_S", "Interval", "Kind", "Like", "interval", "
 #: Sequences of this number of tokens or more are long; layers that compute for less in both passes may be bound by the
 #: host.
 _LONG, SMALL_S = 16_384, 10e-3
-#: Predictions that differ by less do not tell which of two layouts is the faster. Then the shares of measured pairs (of
-#: one source, framework, model and number of GPUs) whose order was right: of pairs as near as that, and of all others.
+#: If two predictions differ by less than `APART`, they do not show which layout is faster. `ORDER_NEAR` is the share of
+#: such measured pairs (of one source, framework, model and number of GPUs) in the right order; `ORDER_APART` is the
+#: same share of all other pairs.
 APART = 0.05
 ORDER_NEAR, ORDER_APART = 0.67, 0.94
 
@@ -67,7 +68,7 @@ LIKE: dict[Kind, Like] = {
 
 
 class Interval(NamedTuple):
-    """The seconds between which a step is in four cases of five, and the measured steps that say so."""
+    """The seconds between which a step lies in four of five cases, and the measured steps it is based on."""
 
     low_s: float
     high_s: float
@@ -76,17 +77,17 @@ class Interval(NamedTuple):
 
 
 def kind_of(job: Job, layer_s: float) -> Kind:
-    """Return the kind of a job's step whose smallest layer computes for `layer_s` seconds."""
+    """Return the kind of a job's step; its smallest layer computes for `layer_s` seconds."""
     return Kind(job.shard == "parameters", job.model.experts > 1, job.model.sequence >= _LONG, layer_s < SMALL_S)
 
 
 def is_default(machine: Machine) -> bool:
-    """Return whether the efficiency is a preset's, perhaps fitted to steps of another framework."""
+    """Return whether the efficiency comes from a preset, perhaps fitted to steps of another framework."""
     return machine.name in MACHINES and machine.efficiency == MACHINES[machine.name].efficiency
 
 
 def interval(kind: Kind, machine: Machine, seconds: float) -> Interval | None:
-    """Return where a step of these predicted seconds is likely to be, or None if no measured step is like it."""
+    """Return the interval around these predicted seconds, or None if no measured step is of this kind."""
     like = LIKE.get(kind)
     spread = None if like is None else like.preset if is_default(machine) else like.fitted
     if like is None or spread is None:

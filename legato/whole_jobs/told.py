@@ -1,4 +1,4 @@
-"""Predicted steps of whole jobs in words, as tables, as bars, and on pages."""
+"""Present predicted steps of whole jobs in words, as tables, as bars, and on pages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _UNCOUNTED = "memory that allocators and libraries take is not counted"
 
 
 def breakdown(name: str, parts: dict[str, float], facts: str = "", note: str = "") -> Breakdown:
-    """A step as a bar, without parts that only rounding leaves."""
+    """Return a step as a bar, without parts that are only rounding errors."""
     seconds = sum(parts.values())
     return Breakdown(name, seconds, {part: s for part, s in parts.items() if abs(s) > 1e-9 * seconds}, facts, note)
 
 
 def caveats(step: Step) -> Iterator[str]:
-    """The memory, and what a prediction does not know."""
+    """Yield lines about the memory, and about what a prediction leaves out."""
     machine, framework, memory = step.job.machine, step.job.framework, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     has, why = format_bytes(machine.memory_nbytes), f"most of it: {memory.largest}"
@@ -65,7 +65,7 @@ def caveats(step: Step) -> Iterator[str]:
 
 
 def faster(best: Step) -> dict[str, Step]:
-    """The same layout on machines with one thing better, the fastest first, by what an operator calls it."""
+    """Return the step of the same layout on improved machines, by the name of the improvement, the fastest first."""
     steps = {"the machine as it is": best}
     found = {name: predict(replace(best.job, machine=machine)) for name, machine in machines(best.job.machine).items()}
     return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))
@@ -82,7 +82,7 @@ def machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
 
 
 def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:
-    """A page: what the layouts and the machines wait for, drawn, and the tables."""
+    """Return a page with tables, and with drawings of what the layouts and the machines wait for."""
     charts, told, known = [], [machines_table(best, faster)], [*caveats(best), _UNCOUNTED]
     if found is not None:
         bars = [breakdown(str(step.job.mesh), step.parts, facts=_facts(step.job, found)) for step in found.best]
@@ -100,7 +100,7 @@ def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Mod
 
 
 def _facts(job: Job, found: Layouts) -> str:
-    """Return a layout's facts besides its mesh; recomputation and sharding only if the best layouts differ in them."""
+    """Return facts about a layout except its mesh; recomputation or sharding only if the best layouts differ in it."""
     plural = "es" if job.microbatches > 1 else ""
     parts = [schedule_of(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
     for field, word in (("recompute", "recomputed"), ("shard", "sharded")):

@@ -1,8 +1,8 @@
-"""The step of a traced job: its communications as they were traced, or as they are on another network.
+"""Replay the step of a traced job, with traced communications or with predictions for another network.
 
-Computation and idle time are as in the trace. A communication begins when all workers that start it have started it and
-the one before it in its groups has ended, and has the links to itself: it takes its traced time, or what `cost` says.
-docs/traces.md says what is assumed.
+Computation and idle time are as in the trace. A communication begins when all its workers have started it and the
+previous communication of its groups has ended. It has the links to itself, and takes its traced time or the time that
+`cost` predicts. docs/traces.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["ProgramStep", "Traffic", "means", "predict", "repeated", "replay", "
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """A step of a program, in means over its workers.
+    """A step of a program, as means over its workers.
 
-    Of the `seconds` a worker computes for `computing_s` and waits for its host for `idle_s`, for workers that have not
-    begun or not sent yet for `late_s`, and for each kind of communication for `exposed_s`; these add up to the step.
-    `sent` are bytes of a worker by kind and tier, as in `Step`; empty without a machine.
+    In a step of `seconds`, a worker computes for `computing_s`, waits for its host for `idle_s`, waits for late workers
+    for `late_s`, and waits for each kind of communication for `exposed_s`. These times add up to the step. `sent` has
+    the bytes that a worker sends by kind and tier, as in `Step`; without a machine it is empty.
     """
 
     seconds: float
@@ -43,13 +43,13 @@ class ProgramStep:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of which the step consists."""
+        """Return the parts of the step, in seconds."""
         rest = {"waiting for the host": self.idle_s, "waiting for other workers": self.late_s}
         return {"computing": self.computing_s, **rest, **self.exposed_s}
 
 
 def replay(program: Program) -> ProgramStep:
-    """Return the step with its communications as traced. Raises `InputError` if the program is not traced."""
+    """Return the step with communications as traced. Raises `InputError` if the program is not traced."""
     return run(program, traced_s(program))
 
 
@@ -62,10 +62,11 @@ def traced_s(program: Program) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A kind of communication in a step as traced, in means over the workers.
+    """A kind of communication in a traced step, as means over the workers.
 
-    It takes `seconds`, of which workers wait for `exposed_s`. `win` is the share of the step that twice the bandwidth
-    of its links is predicted to save; `at_most` where the traced times do not tell latency from bandwidth.
+    The communication takes `seconds`, and workers wait for it for `exposed_s`. `win` is the predicted share of the step
+    that twice the bandwidth would save. With `at_most`, `win` is an upper bound, because the traced times do not
+    distinguish latency from bandwidth.
     """
 
     kind: str
@@ -76,7 +77,7 @@ class Traffic:
 
 
 def traffic(program: Program) -> list[Traffic]:
-    """Return a traced program's kinds of communication, the most exposed first; after several, all of these as one."""
+    """Return a traced program's kinds of communication, the most exposed first; if several, add a row for all kinds."""
     base, taken = replay(program), traced_s(program)
     shares = _bandwidth_shares(program)
     members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
@@ -100,10 +101,10 @@ def traffic(program: Program) -> list[Traffic]:
 
 
 def _bandwidth_shares(program: Program) -> list[float | None]:
-    """The share of each communication's traced time that grows with its bytes; None where nothing tells.
+    """Return the share of each communication's traced time that grows with its bytes, or None if this is unknown.
 
-    It comes from a line through the times of its operation in groups of its kind and size, whose bytes differ by a
-    factor of two.
+    The share comes from a line through the traced times of the same operation in groups of the same kind and size, if
+    their bytes differ by a factor of two.
     """
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
@@ -120,7 +121,7 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
 
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
-    """The step on the links of a machine, whose hosts have neighbouring workers."""
+    """Predict the step on the links of a machine; each host has neighbouring workers."""
     shared = {id(one.groups): one.groups for one in program.communications}
     shapes = {key: _shapes(groups, machine) for key, groups in shared.items()}
     costs = [_cost(one, shapes[id(one.groups)], machine) * one.times for one in program.communications]
@@ -134,19 +135,19 @@ def predict(program: Program, machine: Machine) -> ProgramStep:
 
 
 def _shapes(groups: Sequence[Sequence[int]], machine: Machine) -> set[WorkerGroup]:
-    """The groups by size and hosts."""
+    """Return the different shapes (size and hosts) of groups."""
     on_hosts = (Counter(worker // machine.gpus_per_host for worker in group) for group in groups)
     return {WorkerGroup(hosts.total(), len(hosts), max(hosts.values())) for hosts in on_hosts}
 
 
 def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -> Cost:
-    """The cost of a communication in the slowest of its groups, which have these shapes."""
+    """Return the cost of a communication in its slowest group; `shapes` are the shapes of its groups."""
     costs = (price(one.kind, one.operation, machine, shape, one.nbytes) for shape in shapes)
     return max(costs, key=lambda cost: cost.total_s)
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
-    """Return the step if each communication takes these seconds."""
+    """Return the step if each communication takes its time from `seconds`."""
     found = clock([lane.actions for lane in program.lanes], program.orders(), seconds, program.afters())
 
     def walks() -> Iterator[Walk]:
@@ -157,13 +158,13 @@ def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
     return means(program, max(found.lanes), walks())
 
 
-#: Of how many workers, and of each of their actions: when it begins and ends, and if it is a wait, when all that start
-#: the communication had started it.
+#: A number of workers, and for each of their actions: when it begins, when it ends, and for a wait, when all workers
+#: of the communication had started it.
 Walk: TypeAlias = tuple[int, Iterable[tuple[Action, float, float, float]]]
 
 
 def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramStep:
-    """Return a step of `seconds` in means over the workers, whatever simulated it."""
+    """Return a step of `seconds`, as means over the workers of any simulation."""
     kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
     rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
     workers = program.workers
@@ -197,7 +198,9 @@ def repeated(program: Program, workers: int) -> Program:
         raise InputError(f"workers: {workers} (expected {own}: nothing in the program is data-parallel)")
     shifts = range(0, workers, own)
     lanes = [Lane(tuple(w + shift for shift in shifts for w in lane.workers), lane.actions) for lane in program.lanes]
-    groups: dict[tuple[tuple[tuple[int, ...], ...], bool], tuple[tuple[int, ...], ...]] = {}  # shared, as they are many
+    groups: dict[
+        tuple[tuple[tuple[int, ...], ...], bool], tuple[tuple[int, ...], ...]
+    ] = {}  # shared, because there are many
     communications = []
     for one in program.communications:
         data = one.kind == "data"
