@@ -46,7 +46,7 @@ class Memory:
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Return whether this fits into `nbytes` and leaves room for libraries and fragmentation, or how it fails."""
+        """Return whether this fits into `nbytes`, and whether enough is left for libraries and fragmentation."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
