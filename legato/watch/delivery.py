@@ -148,11 +148,11 @@ class Delivery(threading.Thread):
             except Exception as error:
                 path.unlink(missing_ok=True)  # of this recording or of an earlier run
                 problems.setdefault(one_line(str(error)), []).append(rank)
-        for why, ranks in problems.items():
-            say(f"no trace of rank {', '.join(map(str, ranks))}: {why}")
         arrived = len(self._ranks) - sum(map(len, problems.values()))
         if not arrived:
-            raise LegatoError(next(iter(problems)))
+            raise LegatoError("; ".join(problems))
+        for why, ranks in problems.items():
+            say(f"no trace of rank {', '.join(map(str, ranks))}: {why}")
         verdict = self._judged(traces)
         where = f"steps {self._first} to {self._last}, recorded on {arrived} of {count(self._world, 'rank')}"
         where += ", which communicates with no other" if self._world == 1 else ""

@@ -18,7 +18,10 @@ from legato.testbed.hosts import Hosts
 SCRIPT = str(Path(__file__).parent.parent / "support" / "watched.py")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)
 WATCH = ("-m", "legato", "watch")
-NO_STEP = "legato: watch: no verdict: no optimizer of torch took a step in this process\n"
+NO_STEP = (
+    "legato: watch: no verdict: no optimizer of torch took a step in this process (processes that it starts are not "
+    "watched: use torchrun)\n"
+)
 
 #: What a script sees of itself, its environment and what it starts.
 MIRROR = """

@@ -68,7 +68,8 @@ class _Start:
         if self._watch:
             self._watch.ended()
         elif self._watch is None and os.environ.get("RANK", "0") == "0":
-            _say("no verdict: no optimizer of torch took a step in this process")
+            started = "" if "RANK" in os.environ else " (processes that it starts are not watched: use torchrun)"
+            _say(f"no verdict: no optimizer of torch took a step in this process{started}")
 
 
 def _observer(start: _Start) -> Any:
