@@ -17,9 +17,10 @@ from legato.watch.steps import MOST_RANKS, Watch, recording_ranks
 
 
 @pytest.fixture
-def watch(monkeypatch):
+def watch(monkeypatch, tmp_path):
     """What watches with these settings; `delivered` are the deliveries that it has started, which do nothing."""
     monkeypatch.setattr(steps, "on_profilers", lambda begins, ends: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     delivered = []
     monkeypatch.setattr(Delivery, "start", lambda self: delivered.append(self))
 
@@ -28,9 +29,7 @@ def watch(monkeypatch):
         made.delivered = delivered
         return made
 
-    yield make
-    for delivery in delivered:
-        delivery.drop()
+    return make
 
 
 def optimizer(*sizes):
