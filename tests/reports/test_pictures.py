@@ -24,8 +24,9 @@ def drawn(monkeypatch):
     import plotly.io
 
     asked = []
-    monkeypatch.setitem(sys.modules, "kaleido", types.ModuleType("kaleido"))
+    # first, as plotly keeps the kaleido that it finds when `to_image` is first looked up
     monkeypatch.setattr(plotly.io, "to_image", lambda figure, **how: asked.append((figure, how)) or b"drawn")
+    monkeypatch.setitem(sys.modules, "kaleido", types.ModuleType("kaleido"))
     return asked
 
 
