@@ -328,10 +328,10 @@ FACTS: dict[str, dict[str, Any]] = {
 #: The first FlashAttention, of which llm-foundry's Triton kernel is one (submit_benchmarks.py: attn_impl is triton),
 #: reaches 25 to 40% of an A100's peak (arXiv 2307.08691, abstract).
 FIRST_FLASH = 0.325
-#: By data sheets; attention's efficiency of the same GPU, in its own precision; and its multiprocessors.
+#: By data sheets; attention's efficiency of the same GPU, in its own precision.
 ON = {
-    "a100": (80, 0.45, 108), "a100-roce4x100": (80, 0.45, 108), "h100": (79, 0.5, 132), "h100-fp8": (79, 0.25, 132),
-    "gb200-bf16": (185, 0.42, 0),
+    "a100": (80, 0.45), "a100-roce4x100": (80, 0.45), "h100": (79, 0.5), "h100-fp8": (79, 0.25),
+    "gb200-bf16": (185, 0.42),
 }  # fmt: skip
 
 
@@ -345,14 +345,15 @@ def published(path: Path) -> list[Row]:
         facts["hidden"] = tuple(facts["hidden"])
         for name, own in FACTS.items():
             facts |= own if row["family"].startswith(name) else {}
-        gib, attention, units = ON[config["machine"]["name"]]
+        name = config["machine"]["name"]
+        gib, attention = ON[name]
         attention = FIRST_FLASH if row["family"].startswith(("AA-fa1", "MPT")) else attention
         machine = Machine(
             **config["machine"],
             memory_nbytes=gib * 2**30,
             efficiency=0.5,
             attention_efficiency=attention,
-            multiprocessors=units,
+            multiprocessors=MACHINES[name.partition("-")[0]].multiprocessors,
         )
         mesh = Mesh(*(config[name] for name in ("tensor", "context", "pipeline", "data", "expert")))
         names = ("microbatches", "microbatch", "schedule", "chunks", "recompute", "shard", "sequence_parallel")

@@ -164,6 +164,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def experts_in_words(self) -> str:
+        """Return the number of workers over which experts are distributed, in words."""
         return f"expert {self.expert}{' folded' if self.expert_fold else ''}"
 
     @property
@@ -400,7 +401,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         model, mesh = self.model, self.mesh
         widths = {"intermediate": model.intermediate}
         if model.experts > 1:
-            widths |= {"expert_intermediate": model.expert_intermediate}
+            widths |= {"expert_intermediate": 0 if mesh.expert_fold else model.expert_intermediate}
             widths |= {"shared_intermediate": model.shared_intermediate}
         for what, number in {"heads": model.heads, "kv_heads": model.kv_heads, **widths}.items():
             if number % mesh.tensor:

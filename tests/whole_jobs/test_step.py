@@ -223,6 +223,10 @@ def test_layouts_with_folded_experts():
         legato.job("deepseek-v3", **layout)
     with pytest.raises(InputError, match="expected a multiple of the 2 workers of tensor x context"):
         legato.job("deepseek-v3", **layout | {"expert": 1}, sequence_parallel=True)
+    odd = legato.job(
+        replace(MIXTURE, expert_intermediate=33), tensor=2, expert=2, expert_fold=True, sequence_parallel=True
+    )
+    assert odd.mesh.data == 1  # nothing divides an expert
     found = legato.layouts("mixtral-8x7b", gpus=8, batch=8, memory_nbytes=2**40)
     assert any(step.job.mesh.expert_fold for step in found.best) and " folded" in str(found)
 

@@ -111,7 +111,7 @@ def _product_s(job: Job, m: float, k: float, n: float) -> float:
 
 
 def _waves(units: int, rows: float, columns: float) -> float:
-    """Return how much longer a product takes because whole waves of whole tiles cover its result.
+    """Return the factor by which a product takes longer because its time is rounded up to whole waves of whole tiles.
 
     Each multiprocessor computes one tile at a time. A tile has 256 x 128 or 128 x 256 elements, the largest and most
     efficient sizes in cuBLAS (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3, 3.1 and 3.2).
