@@ -17,8 +17,8 @@ __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
 
 #: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
 #: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale. FSDP2 does none of the
-#: latter: it frees gradients, and a step in bfloat16 needs no scale. 1.1 billion parameters took 12 to 18 ms on an H100;
-#: 20 ms are predicted, and would be 27 ms with the passes over gradients.
+#: latter: it frees gradients, and a step in bfloat16 needs no scale. On an H100, 1.1 billion parameters took 12 to 18
+#: ms; 20 ms are predicted, and would be 27 ms with the passes over gradients.
 _OWNED, _GRADIENT_TIMES = 46, 4
 _NOTHING = Passes()
 
