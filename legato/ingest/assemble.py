@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from legato.core.errors import InputError
 from legato.core.workload import Op, Phase, Tensor, Workload
@@ -23,13 +23,15 @@ def assemble(
     keep_idle: bool,
     device: str,
     untraced_s: float | None,
+    together: Collection[int] = (),
 ) -> Workload:
     """Build the workload of one step.
 
     With `keep_idle`, the duration of an op includes the time for which the device waited for its launch, because no
     plan can avoid that wait. The optimizer's time is divided among the tensors in proportion to their bytes, as if each
-    parameter were updated when its gradient arrives. Raises `InputError` without a gradient, or without a backward op
-    that could produce one.
+    parameter were updated when its gradient arrives. `together` are ops of the optimizer that need all gradients, and
+    without which no parameter is updated. Raises `InputError` without a gradient, or without a backward op that could
+    produce one.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -39,16 +41,23 @@ def assemble(
     place = {old: new for new, old in enumerate([*forward, *backward])}
     built = [_op(ops[old], old, place, keep_idle) for old in place]
     gradients = _with_readers(gradients, ops, notes)
-    update_s = math.fsum(_seconds(ops[i], keep_idle) for i in _of_phase(ops, "optimizer"))
+    optimizer = _of_phase(ops, "optimizer")
+    together_s, update_s = (
+        math.fsum(_seconds(ops[i], keep_idle) for i in optimizer if (i in together) is all_of_them)
+        for all_of_them in (True, False)
+    )
+    first = (len(built),) if together_s > 0 else ()
+    built += [Op("all gradients", "optimizer", together_s) for _ in first]
     total = sum(gradient.nbytes for gradient in gradients)
     tensors = []
-    for number, gradient in enumerate(gradients):
+    for gradient in gradients:
         before = bisect.bisect_right(backward, gradient.ready_after)
         ready = place[backward[before - 1]] if before else len(forward)
         readers = sorted(place[r] for r in gradient.readers or () if place.get(r, len(ops)) < len(forward))
+        readers += first
         if update_s > 0:
-            built.append(Op(f"update {gradient.name}", "optimizer", update_s * gradient.nbytes / total))
-            readers.append(len(place) + number)
+            readers.append(len(built))
+            built.append(Op(f"update {gradient.name}", "optimizer", update_s * gradient.nbytes / total, first))
         tensors.append(Tensor(gradient.name, gradient.nbytes, ready, tuple(readers)))
     if update_s > 0:
         notes.assume("the optimizer's time is divided among the tensors in proportion to their bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -35,6 +36,8 @@ _MOST_EVENTS = 400_000
 #: Smaller differences of times are rounding errors: the finest times in a trace are nanoseconds.
 _ROUNDING_S = 1e-12
 _DIGITS = 10
+#: Operators and kernels that clip gradients by their norm, or check them for `GradScaler`.
+_ALL_GRADIENTS = re.compile("norm|non_finite", re.IGNORECASE)
 
 
 class Graph(Protocol):
@@ -245,9 +248,22 @@ def _workload(
     try:
         if not sent:
             raise InputError(why_none(step))
-        return assemble(title, step.ops, sent, notes, keep_idle=keep_idle, device=device, untraced_s=None), ""
+        together = _together(step, notes)
+        return assemble(
+            title, step.ops, sent, notes, keep_idle=keep_idle, device=device, untraced_s=None, together=together
+        ), ""
     except InputError as error:
         return None, str(error)
+
+
+def _together(step: TracedStep, notes: Notes) -> set[int]:
+    """Return the ops between the backward pass and the optimizer's step, if one of them needs all gradients."""
+    moments, updated_s = step.host_s.tolist(), step.phases.optimizer_s
+    found = {i for i, op in enumerate(step.ops) if op.phase == "optimizer" and moments[i] < updated_s}
+    if not any(_ALL_GRADIENTS.search(step.ops[i].name) for i in found):
+        return set()
+    notes.assume("gradients are clipped or checked before the optimizer's step, which needs all of them")
+    return found
 
 
 def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:

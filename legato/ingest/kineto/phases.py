@@ -43,7 +43,11 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a step: forward before the first backward pass, and optimizer after the last backward pass."""
+    """The phases of a step: forward before the first backward pass, and optimizer after the last backward pass.
+
+    The optimizer steps at `optimizer_s`. Earlier operators of its phase, such as those that clip gradients, also run
+    after the transfers of DDP.
+    """
 
     backward_s: float
     optimizer_s: float
@@ -52,7 +56,10 @@ class Phases:
 
     def at(self, moment_s: float) -> Phase:
         """Return the phase of an activity that the host launched at this time."""
-        return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
+        if moment_s < self.backward_s:
+            return "forward"
+        end_s = min(self.passes[-1].end_s, self.optimizer_s) if self.passes else self.optimizer_s
+        return "backward" if moment_s < end_s else "optimizer"
 
     def within(self, moment_s: float) -> Phase:
         """Return the phase like `at`, but between two backward passes, return the next micro-batch's forward."""

@@ -10,6 +10,7 @@ from support.ranks import run_script
 from legato.advice import advise
 from legato.core.cluster import Cluster
 from legato.ingest.kineto.importer import import_kineto
+from legato.simulator.collective import simulate
 from legato.whole_jobs.traced import replay
 
 KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating", "exchanged")
@@ -43,6 +44,21 @@ def test_gradients_that_are_sent_more_than_once_a_step(tmp_path):
     assert job.nbytes == 4 * sum(samples.ELEMENTS)
     assert sum("AllReduce" in name for name in names(job, "backward")) == 2
     assert "a single backward pass that sends gradients: 2 of 2 do" in found.notes.missing
+
+
+@pytest.mark.parametrize("operator, updates_us", [("aten::mul_", [290]), ("aten::linalg_vector_norm", [170, 120])])
+def test_what_runs_between_the_backward_pass_and_the_update_waits_for_the_transfer(tmp_path, operator, updates_us):
+    sent = {"op": "allreduce_", "mark": "all_reduce", "at": 500, "begins": 505, "takes": 150, "wait": 660}
+    recorder = samples.on_host(sent)
+    recorder.event("cpu_op", operator, 1, 670, 60)
+    found = imported(tmp_path, recorder)
+    job, updates = found.workload, found.workload.phase_ops("optimizer")
+    # The operators take 60 and 40 us. The host is idle for 110 us and 80 us before them, without the transfer's time.
+    assert [1e6 * job.ops[i].duration_s for i in updates] == pytest.approx(updates_us)
+    assert job.tensors[0].readers[-len(updates) :] == tuple(updates)
+    assert job.ops[updates[-1]].deps == tuple(updates[:-1])
+    cluster = Cluster.derive(2, 8e9, 0.0)
+    assert simulate(job, found.plan, cluster).iteration_s == pytest.approx(job.compute_s + 4000 / 1e9)
 
 
 @pytest.fixture(scope="module")
