@@ -700,7 +700,7 @@ def _times_table(advice: Advice) -> TextTable:
     steps = max(rank.steps for rank in advice.ranks)
     how = "measured" if steps == 1 else "measured: medians ± the median distance from them"
     return TextTable(
-        f"{advice.name}: {ranks}, {count(steps, 'step')}, {how}",
+        f"{'' if number > 1 else f'{advice.name}: '}{ranks}, {count(steps, 'step')}, {how}",
         ("rank", "iteration", "computing", "communicating", "exposed", "late ranks", "host"),
         tuple(
             (
