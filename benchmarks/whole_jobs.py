@@ -318,8 +318,9 @@ FACTS: dict[str, dict[str, Any]] = {
     "AA": {"gradient_nbytes": 2, "sent_nbytes": 4, "fused_loss": False},
     # ... masked_softmax.py: the kernel torch is not fused
     "AA-torch": {"fused_softmax": False},
-    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE
-    "MPT": {"gradient_nbytes": 2},
+    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE; the images of sweep.sh have torch 2.0.1, or
+    # a nightly build of 2.1, which would stop early
+    "MPT": {"gradient_nbytes": 2, "stops_early": False},
     # the preset, whose sources are in legato/zoo/presets.py
     "NeMo": {field: getattr(FRAMEWORKS["nemo"], field) for field in ("hidden", "gradient_nbytes")},
     # InternLM/InternEvo, configs/7B_sft.py: overlap_sync_grad is true, overlap_sync_param false

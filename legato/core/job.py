@@ -238,6 +238,8 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       parts during the matrix products before or after them. `data` means gradients and gathers of parameters;
       `data:gradients` means only gradients.
     - `gathers_inputs`: under sequence parallelism, the backward pass gathers the inputs of layers again.
+    - `stops_early`: full recomputation leaves out what no backward pass needs: a dense layer's last product, its
+      collective (torch's checkpointing that is not reentrant, from torch 2.1 on).
     - `divides_sends`: each tensor-parallel worker sends 1/tensor of an activation to the next stage of the pipeline.
     - `vocabulary_multiple`: each worker's part of the vocabulary is padded to a multiple of this number.
     - `deduplicates`: a token that goes to several experts on one host crosses the network once.
@@ -265,6 +267,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fused_loss: bool = True
     sent_nbytes: Literal[2, 4] | None = None
     deduplicates: bool = False
+    stops_early: bool = False
 
     @property
     def hides_gradients(self) -> bool:

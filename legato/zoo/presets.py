@@ -39,7 +39,7 @@ __all__ = [
 #:   collectives run during products. By default, context parallelism sends keys and values during attention.
 #:   grad_sync_dtype is bf16.
 #: - `torchtitan`: FSDP2 and DTensor. MixedPrecisionPolicy has parameters in bfloat16 and reduces gradients in float32.
-#:   Sharded matrices keep their gathered inputs.
+#:   Sharded matrices keep their gathered inputs. Checkpointing is torch's checkpoint_wrapper, which is not reentrant.
 #: - `megatron-2021`: the system of arXiv 2104.04473. Attention stores its scores, gradients have 16 bits, and
 #:   tensor-parallel workers send parts of activations between stages.
 _CORE = Framework(
@@ -64,6 +64,7 @@ FRAMEWORKS = {
             "torchtitan",
             hidden=("pipeline", "data"),
             gathers_inputs=False,
+            stops_early=True,
             recomputes=("none", "selective", "full"),
             shards=("parameters",),
         ),

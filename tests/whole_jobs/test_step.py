@@ -133,6 +133,32 @@ def test_bytes_of_tensor_parallelism(tensor):
         assert sent(step, "tensor") == pytest.approx(halves * share * activation)
     full = predict(job(GPT, mesh, STORED, microbatches=microbatches, recompute="full"))
     assert sent(full, "tensor") - sent(plain, "tensor") == pytest.approx(2 * layers * 2 * share * activation)
+    framework = replace(STORED, stops_early=True)
+    early = predict(job(GPT, mesh, framework, microbatches=microbatches, recompute="full"))
+    assert sent(early, "tensor") - sent(plain, "tensor") == pytest.approx(layers * 2 * share * activation)
+
+
+def test_recomputation_that_stops_early_leaves_out_the_product_that_torch_leaves_out():
+    torch = pytest.importorskip("torch")
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    counted = []
+    for module in (mlp, checkpoint_wrapper(mlp)):
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        counted.append(counter.get_total_flops())
+    product = 2 * 4 * 8 * 32
+    assert counted == [6 * product, 7 * product]  # not 8: the second product is not computed again
+    at_once = replace(PRODUCTS, attention_efficiency=1.0)
+    plain, full, early = (
+        predict(job(GPT, Mesh(), replace(STORED, stops_early=stops), at_once, recompute=recompute)).computing_s
+        for recompute, stops in (("none", True), ("full", False), ("full", True))
+    )
+    down_s = 2 * 128 * GPT.hidden * GPT.intermediate / PRODUCTS.flops_per_s / PRODUCTS.efficiency
+    assert plain < early and full - early == pytest.approx(GPT.layers * down_s)
 
 
 @pytest.mark.parametrize("data", [2, 4, 16])

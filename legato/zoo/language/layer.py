@@ -67,13 +67,14 @@ def layer(job: Job, mixture: bool) -> Passes:
     products = _products(job, mixture)
     attention_s = _attention_s(job)
     grouped = _grouped_s(job) if mixture else (0.0, 0.0, 0.0)
+    stops = job.framework.stops_early and not mixture
     elementwise_s = [_memory_s(job, nbytes) for nbytes in zip(*_elementwise(job, mixture), strict=True)]
     fixed_s = job.framework.mixture_s if mixture else 0.0
     again_s = {
         "none": 0.0,
         "core": attention_s[0],
         "selective": sum(products[1::2]) + elementwise_s[0],
-        "full": sum(products) + attention_s[0] + grouped[0] + elementwise_s[0],
+        "full": sum(products[:-1] if stops else products) + attention_s[0] + grouped[0] + elementwise_s[0],
     }[job.recompute]
     forward_s = sum(products) + attention_s[0] + grouped[0] + elementwise_s[0] + _FORWARD * fixed_s
     backward_s = sum(products) + attention_s[1] + grouped[1] + elementwise_s[1] + (1 - _FORWARD) * fixed_s + again_s
@@ -87,11 +88,17 @@ def layer(job: Job, mixture: bool) -> Passes:
         # Only products can hide collectives of tensor parallelism.
         forward = forward.and_then(_placed(part.forward, products_s if tensor else forward_s, whole))
         if full:
-            backward = backward.and_then(_placed(part.forward, products_s if tensor else before_s, whole))
+            again = _without_last(part.forward) if tensor and stops else part.forward
+            backward = backward.and_then(_placed(again, products_s if tensor else before_s, whole))
         backward = backward.and_then(_placed(part.backward, 2 * products_s, whole, before_s))
         beside_s = 2 * products_s if tensor else backward_s - before_s
         backward = backward.and_then(_placed(part.beside, beside_s, hidden, before_s))
     return Passes(forward, backward, Work(sum(products) + grouped[2]))
+
+
+def _without_last(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+    """Return the exchanges, with one less of the last kind."""
+    return (*exchanges[:-1], exchanges[-1]._replace(times=exchanges[-1].times - 1))
 
 
 def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
