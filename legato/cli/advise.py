@@ -53,7 +53,7 @@ def advise(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show from a job's traces where its time goes, and what a better plan would save.
+    """Show where the time of a traced job goes, and what a better plan would save.
 
     The cost of the network is fitted to the collectives in the traces, unless options describe the network.
 

@@ -29,7 +29,7 @@ class Measured:
         "Collectives to measure over gloo in addition to the backend's own, such as shuffle,ring,halving-doubling.",
         show_default="none",
     )
-    depths: str = setting("1,4", "Numbers of chunks with which to measure these collectives.")
+    depths: str = setting("1,4", "Numbers of chunks in which the collectives of --collectives send a message.")
     max_message: str = setting("64MiB", "Size of the largest message to measure, at least 1 MiB.", metavar="BYTES")
     training: str | None = setting(
         None,
@@ -56,9 +56,9 @@ def calibrate(
     """Measure the cost of an all-reduce between the processes of this job.
 
     Start it with torchrun, on the same machines and with the same number of processes as the training. With
-    --collectives, plans can choose a collective for every message. If training runs on the CPU, use --training, so that
-    predictions include how much computation and messages slow each other down. --nccl-tests needs neither torchrun nor
-    PyTorch.
+    --collectives, more collectives are measured, and plans can choose one for every message. If training runs on the
+    CPU, use --training, so that predictions include how much computation and messages slow each other down.
+    --nccl-tests needs neither torchrun nor PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """

@@ -46,12 +46,14 @@ class Chosen:
     rank: int | None = setting(None, "Rank to import.", show_default="the slowest; chakra: the lowest")
     step: str | None = setting(None, "Step to import.", show_default="the step of median length")
     idle: Literal["keep", "drop"] = setting(
-        "keep", "Keep or drop the time that a device waits for its host as part of op times."
+        "keep", "Whether op times keep or drop the time that a device waits for its host."
     )
     batch_size: int = setting(1, "Batch size to record in the workload.", min=1)
     transfer: list[str] | None = setting(None, f"{TRANSFER_HELP} (kineto).", metavar="PATTERN=COLLECTIVE")
     program: bool = setting(
-        False, "Write what all ranks compute and send, instead of one rank's workload (kineto, chakra).", "--program"
+        False,
+        "Write a program of what all ranks compute and send, not one rank's workload (kineto, chakra).",
+        "--program",
     )
 
 
@@ -91,7 +93,7 @@ def import_(
     sends: OfSends,
     json: Json = False,
 ) -> None:
-    """Turn traces of other tools into a workload, and list what the traces lack and what is assumed.
+    """Turn traces of other tools into a workload, and list what the traces lack and what legato assumes.
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """

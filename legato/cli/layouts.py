@@ -59,7 +59,7 @@ class Shown:
     """The options that say where the answer is written."""
 
     report: Path | None = setting(
-        None, "Write a page that shows what the layouts, and faster machines, wait for.", metavar="L.html"
+        None, "Write a page that shows what GPUs wait for in each layout, and on faster machines.", metavar="L.html"
     )
     json: Json = False
 
@@ -99,7 +99,7 @@ def layouts(
         str,
         typer.Argument(
             metavar="NAME|J.json",
-            help="A language model, its configuration, or a whole job that keeps its layout.",
+            help="A language model, its configuration file, or a whole job, which keeps its layout.",
         ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],
@@ -107,7 +107,7 @@ def layouts(
     """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would save.
 
     All layouts that divide evenly and fit in memory are compared by the predicted time of a step. The table shows what
-    each layout waits for: bubbles or exposed communication. For a job in a file, only the faster machines are shown.
+    each layout waits for: bubbles or exposed communication. For a job in a file, the table compares only machines.
 
     Example: [bold]legato layouts llama-3-70b --gpus 1024 --batch 1024[/]
     """

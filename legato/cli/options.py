@@ -61,8 +61,8 @@ Value = TypeVar("Value")
 
 SCHEDULER_HELP = "Schedulers, separated by commas: names, or FILE.py:FUNCTION for your own; or all."
 TRANSFER_HELP = (
-    "Count a kernel as this collective if this regular expression matches its name, or the name of the operator or "
-    "annotation that launches it, such as my_sum=all-reduce; may be repeated"
+    "Count a kernel as this collective if the regular expression PATTERN matches the name of the kernel, or of the "
+    "operator or annotation that launches it (example: my_sum=all-reduce); may be repeated"
 )
 FABRIC_HELP = "Fabrics, separated by commas: names, or FILE.py:CLASS for your own; or all."
 

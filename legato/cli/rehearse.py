@@ -140,7 +140,7 @@ def verify(
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
     Start it with torchrun, on the same machines and with the same number of processes as the training. DDP is always
-    measured for comparison. Predictions use the file of --cluster; without it, the network is calibrated first.
+    measured for comparison. Predictions use the file of --cluster; without a file, the network is calibrated first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """

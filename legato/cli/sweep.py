@@ -12,7 +12,7 @@ from legato.cli.options import Options, taken_by
 
 
 def sweep(
-    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="The workloads, or whole jobs.")],
+    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="Workloads, or whole jobs.")],
     options: Annotated[Options, taken_by(*nouns.faces("sweep"))],
     share: Annotated[
         bool,
@@ -25,10 +25,10 @@ def sweep(
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, on all cores.
 
-    Finished cells are kept in a file next to the output. After an interruption, or with more values, run the command
-    again to continue from there. In a list, a number without a unit has the unit of the next number. Speedups are
-    relative to the first fabric and scheduler named. The bandwidth and latency of a measured cluster are derived from
-    the cost of its default collective.
+    Finished cells are kept in a file next to the output. Run the command again after an interruption, or with more
+    values, to compute only the cells that are missing. In a list, a number without a unit has the unit of the next
+    number. Speedups are relative to the first fabric and scheduler named. The bandwidth and latency of a measured
+    cluster are derived from the cost of its default collective.
 
     Whole jobs are swept over the links of their machines and, with --fidelity flows, over the switches above them. With
     --share, the workloads are jobs that run together on each network, and a row has the iteration time of every job.

@@ -65,7 +65,7 @@ class Layout:
     )
     expert_fold: bool | None = setting(
         None,
-        "Leave experts whole: --expert then also counts tensor- and context-parallel GPUs.",
+        "Place whole experts on tensor- and context-parallel GPUs, which --expert then counts too.",
         "--expert-fold",
         show_default="tensor-parallel GPUs divide each expert",
     )

@@ -79,7 +79,7 @@ class Timed(Places):
     """The options for jobs whose iterations are timed; most take one value for all jobs, or one for each job."""
 
     best_shift: bool = setting(
-        False, "Find the shifts with the smallest mean slowdown, and the cost of missing them.", "--best-shift"
+        False, "Find the shifts with the smallest mean slowdown, and what a wrong shift costs.", "--best-shift"
     )
     pace: str | None = setting(
         None,

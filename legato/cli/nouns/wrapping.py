@@ -48,7 +48,7 @@ class FullySharded:
         None, "Write a page that plots time against memory and shows what a rank does.", metavar="R.html"
     )
     program: Path | None = setting(
-        None, "Write what the GPUs do to this file, as a program for legato simulate.", metavar="P.json"
+        None, "Write a program for legato simulate, with everything that GPUs do, to this file.", metavar="P.json"
     )
     code: bool = setting(False, "Print the torch code that wraps the model as in the chosen row.", "--code")
 
