@@ -41,9 +41,9 @@ def demo(
 ) -> None:
     """Try everything on this machine: capture real models, calibrate, plan, and compare training with DDP and legato.
 
-    Each worker runs in its own network namespace, which needs no root and has a link of this bandwidth. With
-    --bandwidth loopback, all workers communicate over loopback. With --servers, the models train with this number of
-    parameter servers instead, once in every order of pulls.
+    Each worker runs in its own network namespace, which needs no root and has a link of --bandwidth. With --bandwidth
+    loopback, all workers communicate over loopback. With --servers, the models train with this number of parameter
+    servers instead, once in every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
