@@ -65,7 +65,7 @@ class Layout:
     )
     expert_fold: bool | None = setting(
         None,
-        "Place whole experts on tensor- and context-parallel GPUs, which --expert then counts too.",
+        "Distribute whole experts over tensor- and context-parallel GPUs, too; --expert counts all these GPUs.",
         "--expert-fold",
         show_default="tensor-parallel GPUs divide each expert",
     )
