@@ -23,7 +23,7 @@ EVERY = 5
 
 
 def batch(step, rank):
-    """The data of one step. It depends on the step's number only, so it is the same after a restart."""
+    """The data of one step. The batch depends only on the step and the rank, so it is the same after a restart."""
     random = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(8, 32, generator=random), torch.randint(0, 10, (8,), generator=random)
 

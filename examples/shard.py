@@ -43,7 +43,7 @@ def training():
 
 
 def by_block(model):
-    """What is done without a plan."""
+    """Shard each block as one group, which is the default without a plan."""
     for module in (model.embed, *model.blocks):
         fully_shard(module)
     fully_shard(model.head, reshard_after_forward=False)

@@ -1,4 +1,4 @@
-"""Use legato with Hugging Face Accelerate: `prepare` is the only line that differs.
+"""Use legato with Hugging Face Accelerate; only the line with `prepare` differs from a script without legato.
 
 torchrun --nproc-per-node 2 examples/with_accelerate.py
 """

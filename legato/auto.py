@@ -1,8 +1,8 @@
 """`legato.distribute`: train by a given plan, or make the plan from the first steps of training.
 
-docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run twice. If no plan
-can be made (for example, because no two steps agree), DDP sends the gradients on all ranks, and rank 0 prints the
-reason.
+docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. Making a plan neither loses a training
+step nor repeats one. If no plan can be made (for example, because no two steps agree), DDP sends the gradients on all
+ranks, and rank 0 prints the reason.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def distribute(  # noqa: PLR0913
     legato does for the model.
 
     Args:
-        model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one (a compiled model, or a
-            framework's). Any other module is wrapped; its parameters must be on their final device and in their
-            final dtype.
+        model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one, such as a compiled model. Any
+            other module is wrapped; its parameters must be on their final device and in their final dtype.
         optimizer: a `torch.optim.Optimizer` with parameters of the model. Without an optimizer, parameters are updated
             when `step()` is called, not when they are read. The optimizer can also be given later, in another call. An
-            optimizer of another class stays as it is.
+            optimizer that legato does not know runs as usual.
         plan: `"auto"` to make plans from the first 12 steps of training, and to keep the plan that is fastest in the
             next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
@@ -89,8 +88,8 @@ def distribute(  # noqa: PLR0913
             With `replan` None, rank 0 only logs the change.
         current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
             returns, for code that reads parameters where legato cannot see it.
-        debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`). If None, the
-            value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
+        debug: names of checks during training, separated by commas (`order`, `finite`, `reads`), or True for `order`.
+            If None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
             value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
@@ -141,7 +140,7 @@ def distribute(  # noqa: PLR0913
 
 
 def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
-    """Return the plan to use if planning fails: DDP's buckets, sharded or rounded if that was asked for."""
+    """Return a plan with DDP's buckets, sharded or rounded as the user asked, for use if planning fails."""
     plan = attached.plan
     if plan.shard != shard:
         plan = plan.sharded(shard, {name: i for i, name in enumerate(attached.parameters)})
@@ -271,7 +270,8 @@ def _said(error: Exception) -> str:
 def _planned(contest: Contest) -> list[Plan]:
     """Return the plans of a contest, made in a separate process.
 
-    In this way, the training process imports no compiler, and a script's changes to Python do not affect planning.
+    With a separate process, the training process imports no compiler, and a script's changes to Python do not affect
+    planning.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -290,9 +290,10 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return computation like the model's, without its inputs: products with the weights; None without a matrix.
+    """Return a function that computes like the model, but needs no inputs: products with the weights.
 
-    The weights used have at most `_MOST_WEIGHTS` elements in all, unless the first weight has more.
+    Returns None if no weight is a matrix. The weights used have at most `_MOST_WEIGHTS` elements in all, unless the
+    first weight has more.
     """
     matrices: list[torch.Tensor] = []
     for weight in weights:

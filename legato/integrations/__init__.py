@@ -1,1 +1,1 @@
-"""Integrations with frameworks. Each attaches legato after the framework has prepared model and optimizers."""
+"""Integrations with frameworks, which attach legato after the framework has prepared model and optimizers."""

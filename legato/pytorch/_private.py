@@ -1,4 +1,4 @@
-"""All uses that legato makes of torch's private interfaces, as of torch 2.11 to 2.15.
+"""Every use of torch's private interfaces in legato, for torch 2.11 to 2.15.
 
 No other file names an attribute or a module of torch that begins with an underscore, so only this file must be checked
 against a new version of torch. Each entry says what it is for, and what could replace it.
@@ -159,8 +159,8 @@ def runs_compiled() -> bool:
 def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Let dynamo call `compile_graph(backend, graph, inputs)` for each graph, except in DDP's forward passes.
 
-    If `compile_graph` returns None, the backend compiles the graph. dynamo calls `compile_graph` where it would call
-    `DDPOptimizer` for a DDP.
+    If `compile_graph` returns None, the backend compiles the graph. dynamo calls `compile_graph` in place of
+    `DDPOptimizer`, which it would call for a DDP.
     """
     if "torch._dynamo" in sys.modules:
         _take_place_of_ddp_optimizer()
@@ -189,8 +189,8 @@ def compiles_two_ways(
     `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
     graphs that dynamo has compiled before, or in passes without gradients.
 
-    Returns a function that ends this second way. The second way also ends when nothing refers to this function any
-    more.
+    Returns a function that ends the second way of compiling. The second way also ends when nothing refers to the
+    returned function any more.
     """
     _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
     way = _SecondWay(compile_graph, ours)
@@ -199,7 +199,7 @@ def compiles_two_ways(
 
 
 class _SecondWay:
-    """A second way to compile the graphs of a DDP's forward passes, which lives while its `end` is referenced."""
+    """A second way to compile the graphs of a DDP's forward passes, used while something refers to its method `end`."""
 
     def __init__(self, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]) -> None:
         self.compile_graph, self.ours = compile_graph, ours
@@ -241,11 +241,11 @@ def _take_place_of_ddp_optimizer() -> None:
 
 
 class _TwoWays:
-    """A graph that is compiled for DDP's passes, by `compile_graph`, and in the second ways of all DDPs that run it.
+    """A graph that is compiled as DDP compiles it (`compile_graph`), and in the second way of each DDP that runs it.
 
     dynamo shares a graph between modules of one class. The graph is compiled at once in the way that the first pass
-    needs, as a part of dynamo's compilation. In any other way the graph is compiled when that way is first needed, if
-    possible.
+    needs, as a part of dynamo's compilation. In another way, the graph is compiled when a pass first needs this way; if
+    that would be impossible, it is compiled at once.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
@@ -307,8 +307,8 @@ class _TwoWays:
 class _Again:
     """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
 
-    The graph can be compiled `later` if its compilation adds no guards. Guards would concern sizes that vary, or memory
-    that inputs share.
+    The graph can be compiled `later` if its compilation adds no guards. Sizes that vary, and memory that inputs share,
+    need guards.
     """
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
@@ -586,7 +586,7 @@ def current_node() -> Any:
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the running backward pass will add to the gradient of this leaf, or has done so."""
+    """Return whether the running backward pass adds to the gradient of this leaf, or has already added to it."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the pass belongs to `torch.autograd.grad`, which adds to no gradient
@@ -648,16 +648,17 @@ def multiply_all(tensors: list[Tensor], factor: float) -> None:
 
 
 def memory_uses(tensor: Tensor) -> int:
-    """Return how many tensors and storages share the tensor's memory, including one that this call makes."""
+    """Return how many tensors and storages share the tensor's memory, including a storage that this call creates."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
     """Return (owners, users, shared, owned), which show whether anything else holds a tensor or its memory.
 
-    `owners` of the C++ object are the Python object, autograd, scripted modules, and views of the tensor. `users`
-    counts the users of its memory, `shared` says whether other processes may use the memory, and `owned` whether torch
-    owns it. (`shared` is only checked on the CPU; on a GPU, torch says that every tensor is shared.)
+    `owners` counts the owners of the C++ object: the Python object, autograd, scripted modules, and views of the
+    tensor. `users` counts the users of its memory, `shared` says whether other processes may use the memory, and
+    `owned` says whether torch owns the memory. (`shared` is only checked on the CPU; on a GPU, torch says that every
+    tensor is shared.)
     """
     storage = tensor.untyped_storage()
     users, shared = torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()
@@ -696,7 +697,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def _only_observes(hook: Any) -> bool:
-    """Return whether a hook belongs to `legato watch`; nothing else depends on it."""
+    """Return whether a hook belongs to `legato watch`, which only observes steps."""
     return getattr(hook, "only_observes", False)
 
 
@@ -716,7 +717,7 @@ def begins_with_step(optimizer: Any) -> bool:
 
 
 def begin_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """Let an optimizer of `begins_with_step` make the state of a group's parameters, without a step."""
+    """Create the state of a group's parameters without a step, in an optimizer for which `begins_with_step` is true."""
     names = list(inspect.signature(optimizer._init_group).parameters)
     optimizer._init_group(group, *([] for _ in names[1:]))
 
@@ -763,7 +764,7 @@ class SubstituteScaler(torch.amp.GradScaler):
 
 
 def counts_steps(step: Any) -> bool:
-    """Return whether a learning-rate scheduler has replaced an optimizer's `step` by this one, to count its calls."""
+    """Return whether this `step` is the replacement by which a learning-rate scheduler counts an optimizer's steps."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -778,9 +779,9 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
-    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by the `step` of class `new`.
+    """Let the `step` that a learning-rate scheduler has set on the optimizer call the `step` of class `new` instead.
 
-    A scheduler stores a bound method in the optimizer, to count its calls. If the optimizer has no such method, nothing
+    A scheduler sets a method `step` on the optimizer, to count its calls. Without a scheduler's method, nothing
     changes.
     """
     bound = vars(optimizer).get("step")
@@ -842,12 +843,12 @@ def ignored_parameters(module: nn.Module) -> Any:
 
 
 class IdleReducer:
-    """Puts a DDP's reducer away, with its buckets and its hooks, while DDP does not run the passes.
+    """Frees a DDP's reducer, with its buckets and hooks, while DDP does not run the passes, and recreates it later.
 
-    Then a stand-in takes the reducer's place. The stand-in brings the reducer back as soon as anything except a forward
-    pass reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a framework
-    prepares the reducer for a backward pass, the stand-in calls `prepare()` instead. Buckets are made in a context
-    `moving()`.
+    While the reducer is away, a stand-in takes its place. The stand-in brings the reducer back as soon as anything
+    except a forward pass reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a
+    framework prepares the reducer for a backward pass, the stand-in calls `prepare()` instead. The reducer's buckets
+    are made inside the context `moving()`.
     """
 
     def __init__(
@@ -873,7 +874,7 @@ class IdleReducer:
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
-        """Copy from `former` whether a reducer that it has brought back may still rebuild its buckets."""
+        """Copy from `former` whether the reducer, which `former` has brought back, may still rebuild its buckets."""
         if former._ddp is self._ddp:
             self._unsettled = former._unsettled
 
@@ -901,9 +902,9 @@ class IdleReducer:
         self._unsettled = 2 if ddp.static_graph else 1
 
     def forward_begins(self) -> None:
-        """Make the graph static, if it is to be; call this before a forward pass in which DDP prepares its reducer.
+        """Make a new reducer's graph static, if DDP's is; call this before a forward pass in which DDP prepares it.
 
-        If the graph were static earlier, backward passes under `no_sync()` would count as parts of the first pass.
+        If the graph became static earlier, backward passes under `no_sync()` would count as parts of the first pass.
         """
         if self._becomes_static:
             self._becomes_static = self._ddp.static_graph = False  # otherwise `_set_static_graph` would do nothing
@@ -922,8 +923,8 @@ class IdleReducer:
     def rebuild_now(self) -> None:
         """Let DDP rebuild its buckets if its next forward pass would do so.
 
-        Call this on all ranks before they do anything together. A rank may already be in that forward pass, alone,
-        where it waits for the other ranks to rebuild.
+        Call this on all ranks before they do anything together, because one rank may be ahead: in its next forward
+        pass, where it waits for the other ranks to rebuild.
         """
         if not self.is_away:
             with self._moving():

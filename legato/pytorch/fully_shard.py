@@ -24,10 +24,10 @@ def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
     """Shard a model in place, as the lines of `wrapping.as_code()` do, and return it.
 
     Training is then torch's own FSDP2. Make the optimizer afterwards. If the plan accumulates micro-batches, the
-    training loop must set what the end of `as_code()` shows.
+    training loop must make the settings that the last lines of `as_code()` show.
 
     The last module of each group must reach the loss: if the output of that module gets no gradient, the backward pass
-    of the group fails. `legato capture` records whether it does; `fully_shard` cannot check it.
+    of the group fails. `legato capture` records which outputs reach the loss; `fully_shard` cannot check it.
 
     Args:
         model: a `torch.nn.Module` that is not sharded yet.
@@ -64,7 +64,7 @@ def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
 
 
 def _modules(model: nn.Module, wrapping: Wrapping) -> list[list[nn.Module]]:
-    """Return the modules of each group. Raises `PlanError` if one of them cannot be wrapped."""
+    """Return the modules of each group. Raises `PlanError` if a module cannot be wrapped."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError("the model is sharded already (expected one that fully_shard has not wrapped)")
     groups = [[_module(model, path, wrapping) for path in group.modules] for group in wrapping.groups]

@@ -10,12 +10,11 @@ both ends of each link: the host's eth0 shapes what the host sends, and the
 switch's port shapes what the host receives. A link is therefore full duplex, and
 several senders to one host share that host's link.
 
-[Note: users] A user who may not create network namespaces can nearly always
-create a user namespace first, and is root inside it. Only the processes that
-`Hosts` starts enter it; the caller does not. A process inside has user id 0, but
-outside it has only the caller's rights: its files belong to the caller. Nothing is
-mounted, because containers forbid mounting, so processes see the same files as
-outside: /proc and /sys show the machine's processes and interfaces.
+[Note: users] A user who may not create network namespaces can nearly always create a user namespace first, and is root
+inside it. Only the processes that `Hosts` starts enter the user namespace; the caller does not. A process inside has
+user id 0, but outside it has only the caller's rights: its files belong to the caller. Nothing is mounted, because
+containers forbid mounting, so processes see the same files as outside: /proc and /sys show the machine's processes and
+interfaces.
 
 [Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too
 large, small messages take no time. If it is too small, the timer refills it too
@@ -34,11 +33,10 @@ estimate of the link's rate, and from time to time sends almost nothing to
 measure the delay. Congestion control is set on the route to the other hosts,
 because a namespace can select only what the machine allows.
 
-[Note: cleanup] The namespaces have no names, so each ends with its last
-process. In each namespace, a process waits until its standard input ends, which is a
-pipe from the owner. The waiting process of the switch is process 1 of a process
-namespace in which all programs run, so the kernel ends all of them when it ends.
-Leaving the context closes the pipes; if the owner is killed, the kernel closes them.
+[Note: cleanup] The namespaces have no names, so each ends with its last process. In each namespace, a process waits
+until its standard input ends, which is a pipe from the owner. All programs run in a process namespace, of which the
+switch's waiting process is process 1, so the kernel ends all programs when this process ends. Leaving the context
+closes the pipes; if the owner is killed, the kernel closes them.
 """
 
 from __future__ import annotations
@@ -93,9 +91,8 @@ _OBSTACLES = (
 class Hosts:
     """`count` hosts, each with a full-duplex link of `bandwidth_bps` (bits per second) to one switch.
 
-    This is a context manager. It creates the hosts on entry; on exit, it removes them
-    and ends all processes that still run in them. Raises `InputError` if hosts cannot
-    be created on this machine.
+    This is a context manager. The context creates the hosts on entry; on exit, it removes them and ends all processes
+    that still run in them. Raises `InputError` if hosts cannot be created on this machine.
 
         with Hosts(4, 1e9) as hosts:
             server = hosts.popen(0, ["iperf3", "-s"])

@@ -66,16 +66,14 @@ Result = TypeVar("Result")
 class Task(msgspec.Struct, frozen=True):
     """The task of the ranks of a rehearsal.
 
-    `schedulers` may include `BUCKETS`. At least `iterations` iterations of each are timed.
-    With a `ratio`, computation is scaled so that sending all gradients in one message
-    takes `ratio` times as long as computation. With a `cluster`, plans and
-    predictions are made for it instead of for the calibrated cluster. One iteration
-    of each scheduler in `traced` is recorded as a timeline. With `compiled`, the
-    plans run in compiled models, which can compute in a plan's own order. DDP's models
-    are not compiled, so that DDP has each gradient as soon as its op ends.
-    With a `shard`, plans are also tried sharded, and DDP is also tried with torch's
-    ZeroRedundancyOptimizer, for which there is no prediction. With a `wire` format, plans
-    are also tried with some gradients in this format, and DDP with torch's hook.
+    `schedulers` may include `BUCKETS`. At least `iterations` iterations are timed with each scheduler. With a `ratio`,
+    computation is scaled so that sending all gradients in one message takes `ratio` times as long as computation. With
+    a `cluster`, plans and predictions are made for it instead of for the calibrated cluster. One iteration of each
+    scheduler in `traced` is recorded as a timeline. With `compiled`, the plans run in compiled models, which can
+    compute in a plan's own order. DDP's models are not compiled, so that DDP has each gradient as soon as its op ends.
+    With a `shard`, plans are also tried sharded, and DDP is also tried with torch's ZeroRedundancyOptimizer, for which
+    there is no prediction. With a `wire` format, plans are also tried with some gradients in this format, and DDP with
+    torch's hook.
     """
 
     workload: Workload

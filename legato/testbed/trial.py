@@ -52,7 +52,7 @@ _TRACED = 3  # iterations that are traced; the one of median length is kept
 
 
 class _Runner(Protocol):
-    """A plan that is ready to train."""
+    """A plan with a model and an optimizer that train under it."""
 
     name: str
 

@@ -1,9 +1,10 @@
 """`legato watch`: profile a few steps of an unchanged training script, and print what `legato advise` says about them.
 
 [Note: the script's own process] The command replaces itself with `python train.py`, by `exec`. So `__main__`,
-arguments, pickles, spawned workers, tracebacks, the exit status and Ctrl-C behave as without legato. Only one module of
-the command stays: Python imports `startup/sitecustomize.py` when it starts. This module restores the environment
-variables that made Python import it, and registers a hook that runs after the steps of all torch optimizers.
+arguments, pickles, spawned workers, tracebacks, the exit status and Ctrl-C behave as without legato. The only part of
+the command that stays is `startup/sitecustomize.py`, which Python imports when it starts. This module restores the
+environment variables that made Python import it, and registers a hook that runs after the steps of all torch
+optimizers.
 
 [Note: training does not wait] The training thread only counts steps, which is the only cost for steps that are not
 recorded. All other work runs in the background: a thread sends the traces to rank 0 through the job's store, and

@@ -1,7 +1,7 @@
 """Send the traces of a recording to rank 0, which runs a process that judges them.
 
-[Note: costs] A low-priority process compresses a trace. The trace then passes through the job's store in pieces of
-1 MiB. Each rank has at most one piece in the store, so the store holds about 32 MiB, as about 32 ranks record. All
+[Note: costs] A low-priority process compresses a trace. The trace then passes through the job's store in pieces of 1
+MiB. About 32 ranks record, and each of them has at most one piece in the store, so the store holds about 32 MiB. All
 waiting is done on the connection of a clone of the store, so the training's own connection never waits. The judge is
 another low-priority process, which ends when its parent ends. Every wait has a time limit.
 """

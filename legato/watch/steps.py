@@ -90,7 +90,10 @@ class Watch:
             self._here = before
 
     def _counts(self, optimizer: Any) -> bool:
-        """Return whether this optimizer has the most parameters. If a larger one steps, counting starts again."""
+        """Return whether this optimizer has the most parameters.
+
+        If an optimizer with more parameters steps, counting starts again.
+        """
         if optimizer not in self._sizes:
             self._sizes[optimizer] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         chief = self._chief()
@@ -221,7 +224,7 @@ class _Recording:
     saved_s: float | None
 
     def start(self, limit_s: float, late: Callable[[_Recording, float], None]) -> None:
-        """Start; after `limit_s` seconds without the last step, call `late(self, limit_s)` in the main thread."""
+        """Start; if the last step does not come in `limit_s` seconds, call `late(self, limit_s)` in the main thread."""
         # Only the thread that started the profiler can stop it, and this call also reaches a main thread inside C code.
         self._late = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: late(self, limit_s) or 0)
         self._timer = threading.Timer(limit_s, lambda: ctypes.pythonapi.Py_AddPendingCall(self._late, None))
@@ -254,8 +257,8 @@ class _Recording:
 def _set_for_kineto() -> Iterator[None]:
     """Make Kineto print nothing, and detach it from a GPU after recording, because otherwise later steps are slower.
 
-    Kineto reads these environment variables when it is first used and when it ends. Before CUDA 12.6, it is not
-    detached, because CUDA graphs would crash.
+    Kineto reads these environment variables when it is first used and when it ends. Before CUDA 12.6, Kineto stays
+    attached, because detaching it would make CUDA graphs crash.
     """
     wanted = {"KINETO_LOG_LEVEL": "99"}
     if torch.version.cuda is not None and TorchVersion(torch.version.cuda) >= "12.6":

@@ -7,7 +7,7 @@ graphs that cannot be cut change when a message is sent, but never which message
 order on every rank").
 
 If a forward graph is the whole forward pass and updates may wait, the graph is cut where it first reads the parameters
-of a message. The code before and after such a graph reads no parameter.
+of a message. The code before and after a graph of the whole pass reads no parameter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph. If updates may wait, it runs in pieces that wait only for the messages that they need."""
+    """Run a forward graph: in pieces if updates may wait, and each piece waits only for the messages that it needs."""
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)
@@ -195,7 +195,7 @@ def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.P
 
 
 def _parameters(count: int, are_tensors: Sequence[bool]) -> list[nn.Parameter | None]:
-    """Return the parameters whose gradients a graph returns. The graph is the node of the backward pass that runs now.
+    """Return the parameters whose gradients a graph returns. The graph is the node that the backward pass is running.
 
     The graph returns a value for each input of the forward graph, but autograd knows only the tensors (`are_tensors`).
     """

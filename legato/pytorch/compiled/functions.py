@@ -154,7 +154,7 @@ class GraphFunction:
         return [_with_strides(values[o], self._wanted(o)) if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def _compile(self, piece: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> graphs.Boxed:
-        """Compile a piece. The pieces before it must be compiled already, because they determine its inputs."""
+        """Compile a piece. All earlier pieces must be compiled already: they determine the inputs of this piece."""
         function, values = self._compile_piece(piece, [self._examples[n] for n in inputs], False)
         wanted = [self._wanted(n) for n in results]
         for node, value, strides in zip(results, values, wanted, strict=True):

@@ -42,7 +42,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
     Nodes that `order` names come in this order, if the graph allows it. Any other node comes right before the first
     named node that needs it or, if no named node does, right after its inputs. Without an order, the graph's own order
-    is kept. The parts of a result always come right after it.
+    is kept. The parts of a result always come right after the result.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]

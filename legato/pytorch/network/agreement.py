@@ -1,9 +1,9 @@
 """Checks before the first step that all ranks have the same model, plan and settings.
 
 [Note: agreement] Ranks with different models, plans or dtypes would hang, or silently add the wrong numbers. Each rank
-describes what it has, and the ranks compare hashes of these descriptions. If the hashes differ, rank 0 broadcasts its
-description, every rank compares it with its own, and all ranks raise the first difference. Only JSON is exchanged;
-nothing is unpickled.
+describes its model, plan and settings, and the ranks compare hashes of these descriptions. If the hashes differ, rank 0
+broadcasts its description, every rank compares it with its own, and all ranks raise the first difference. Only JSON is
+exchanged; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _begun: dict[str, int] = {}
 def _wait_for_all(work: Any, group: Any) -> None:
     """Wait for a collective that all ranks must call; after `SAY_S` seconds, say which ranks are missing.
 
-    Raises `RankError` if it fails, or takes longer than the group's timeout.
+    Raises `RankError` if the collective fails, or takes longer than the group's timeout.
     """
     number = _begun[group.group_name] = _begun.get(group.group_name, 0) + 1
     store = PrefixStore(f"legato/calls/{group.group_name}", default_store())
@@ -187,7 +187,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None])
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
-    """Overwrite tensors with the tensors of rank `source`, in one collective for each dtype, device and 250 MiB.
+    """Overwrite tensors with rank `source`'s tensors, in one collective per dtype and device, and per 250 MiB.
 
     `wait` waits for a collective.
     """
@@ -200,7 +200,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
 
 
 def sum_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
-    """Replace tensors by their sums over the ranks, in one collective for each dtype, device and 250 MiB."""
+    """Replace tensors by their sums over the ranks, in one collective per dtype and device, and per 250 MiB."""
     for part in _parts(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in part])
         wait(dist.all_reduce(flat, group=group, async_op=True))

@@ -10,8 +10,8 @@ ends with the channel. At its end, a process waits for the thread, unless a mess
 gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
-report this, so a ring of sends and receives replaces it. Other backends do not report it either; with them, the
-rounding errors of the sum are lost.
+report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, and
+with them the errors are lost.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Channel(Protocol):
 
 
 def channel_for(group: Any) -> Channel:
-    """Create the channel of a process group. All of its ranks must call this, and only once for each group."""
+    """Create the channel of a process group. All ranks of the group must call this, and only once for each group."""
     return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
 def check_message(message: Message, name: str, backend: str) -> None:
-    """Raise `PlanError` unless a channel over this backend can run the message, which the error calls `name`."""
+    """Raise `PlanError`, which calls the message `name`, unless a channel over this backend can run the message."""
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":

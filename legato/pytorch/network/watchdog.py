@@ -99,10 +99,10 @@ class Watchdog:
         return True
 
     def meet(self, what: str) -> None:
-        """Record that this rank begins `what`, which waits for all ranks; a rank fails if it begins a backward pass.
+        """Record that this rank begins `what`, where it waits for all ranks; a rank that skips this call fails.
 
-        [Note: meetings] Through its thread, the rank publishes which call of this kind it is in, and after how many
-        backward passes. A rank that has made fewer calls after more passes will never come.
+        [Note: meetings] The thread publishes how many such calls and how many backward passes this rank has made.
+        Another rank that has made fewer calls but more passes has skipped the call.
         """
         self._meetings += 1
         if self.size > 1:
@@ -217,7 +217,7 @@ def _last_error() -> BaseException | None:
 
 
 def _note_exits() -> None:
-    """Note the status of `sys.exit()` from now on, because it cannot be found out when the interpreter ends."""
+    """Note the status of `sys.exit()` from now on, because the status is no longer known when the interpreter ends."""
     plain: Any = sys.exit
     if getattr(plain, "_legato_notes", False):
         return
@@ -238,9 +238,9 @@ _watches: set[_Watch] = set()
 class _Watch(threading.Thread):
     """The thread that polls the store until the watchdog or the store is gone, or a failure was reported.
 
-    [Note: exits] If such a thread is using the store when the interpreter ends, the process aborts. So the process
-    waits for these threads before it ends, for `ANSWER_S` seconds. The threads are daemons nevertheless, so that a
-    store that hangs does not keep the process from ending.
+    [Note: exits] If a watchdog's thread is using the store when the interpreter ends, the process aborts. So the
+    process waits for these threads before it ends, for at most `ANSWER_S` seconds. The threads are daemons
+    nevertheless, so that a store that hangs does not keep the process from ending.
     """
 
     def __init__(self, watchdog: Watchdog, wake: threading.Event) -> None:
@@ -334,7 +334,7 @@ class FlightRecorder:
         self._events.append((time.time(), event, number, message, label))
 
     def write(self, reason: str, others: Mapping[int, str]) -> str:
-        """Write the record; return its path, or why there is none. Never raises, so that no failure is hidden."""
+        """Write the record; return its path, or why it could not be written. Never raises, to hide no failure."""
         path = self._directory / f"legato-flight-rank{self.rank}-{os.getpid()}.jsonl"
         lines = [{"time": time.time(), "rank": self.rank, "failure": reason, "others": dict(others)}]
         lines += [

@@ -2,8 +2,8 @@
 
 The user's program is not changed: no operator is recorded, and no step is slower. Plans only need certain moments, and
 hooks see these moments: when modules begin to run (and first read their parameters), when the backward pass begins,
-when each gradient is complete, and when the optimizers work. One op of the workload is the time between two such
-moments.
+when each gradient is complete, and when the optimizers work. Each op of the workload is the time between two
+consecutive moments.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StepObserver:
         self._steps: list[_Step] = []
 
     def forward_begins(self) -> None:
-        """Record that a step begins: with the last forward pass before the optimizer's step, if there are several."""
+        """Record that a forward pass begins; a step begins with the last forward pass before the optimizer's step."""
         self.step_ended()
         self._step = _Step(self._clock.now())
         if not self._compiled:
@@ -132,7 +132,8 @@ class StepObserver:
     def workload(self, name: str, optimizers: Iterable[torch.optim.Optimizer], warmup: int) -> Workload:
         """Return the iteration on which most steps agree, without the first `warmup` steps.
 
-        Raises `CaptureError` if there is no such iteration, because gradients are complete in another order each time.
+        Raises `CaptureError` if there is no such iteration, because gradients are complete in a different order in each
+        step.
         """
         steps = [self._seconds(step) for step in self._steps[warmup:]]
         if not steps:
@@ -192,7 +193,10 @@ def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
-    """Return ops from each moment to the next. Each op depends on the previous op; the first one has index `first`."""
+    """Return one op for the time from each moment to the next.
+
+    Each op depends on the previous op; the first op has index `first`.
+    """
     return [
         Op(f"{phase} {i}", phase, end - begin, (i - 1,) if i else ())
         for i, (begin, end) in enumerate(pairwise(moments), first)

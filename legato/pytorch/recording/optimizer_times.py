@@ -69,7 +69,7 @@ class OptimizerTimes:
 
 
 def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
-    """Return the arguments of each single op that an op on lists of tensors combines; else the op's own arguments."""
+    """Return the arguments of each single op that an op on lists of tensors combines, or an op's own arguments."""
     columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
     if not columns:
         return [list(arguments)]

@@ -28,7 +28,7 @@ class Storages:
         self._fence = -1
 
     def key(self, tensor: torch.Tensor) -> int:
-        """Return the identity of the tensor's storage. Raises `CaptureError` for a tensor without one."""
+        """Return the identity of the tensor's storage. Raises `CaptureError` for a tensor without a storage."""
         if tensor.layout is not torch.strided:
             raise CaptureError(f"a tensor of layout {tensor.layout} (expected dense tensors only)")
         storage = tensor.untyped_storage()

@@ -61,7 +61,7 @@ def check_step(optimizer: Optimizer) -> None:
 
 
 def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
-    """Encode the content of a STEP: the current hyper-parameters of all groups, and the `changed` gradients."""
+    """Encode the content of a STEP command: the current hyper-parameters of all groups, and the `changed` gradients."""
     groups = []
     for group in optimizer.param_groups:
         groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})

@@ -72,7 +72,7 @@ def parameter_servers(  # noqa: PLR0913
     `plan` is a `Plan` of pushes and pulls, or the path of its file. The plan says which server holds which parameters,
     and in which order they are pulled. Without a plan, `placement` assigns the parameters to servers, and they are
     pulled in the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, drawn
-    from `seed`; this is TicTac's baseline. `plan="random"` means no plan, with `shuffle`.
+    from `seed`; this is TicTac's baseline. `plan="random"` is the same as `shuffle` without a plan.
 
     `process_group` must include all ranks, or be a gloo group that nothing else uses at the same time.
 

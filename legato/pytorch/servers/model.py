@@ -153,7 +153,7 @@ class AgentModel(_Measured):
         self.training_goes_on, self.iteration = True, 0
 
     def pull(self) -> None:
-        """Request all parameters. From then on, reading a parameter waits for its value."""
+        """Request all parameters. After this call, reading a parameter waits for its value."""
         puller = self._puller
         puller.settle()
         puller.transport.finish(puller.tell_servers(PULL, 0))

@@ -8,8 +8,8 @@ before the sends are launched, so the sender alone decides the order of transfer
     tag 1 + i   shard i: its gradient from a worker, its value from a server
 
 [Note: timeouts] Every wait ends after `patience_s`. When a rank waits for a message and the sender's connection closes,
-gloo reports this at once. In both cases `Watchdog` asks all ranks what they are doing, so the error names the rank that
-failed and the message that is missing.
+gloo reports this at once. After a timeout or a closed connection, `Watchdog` asks all ranks what they are doing, so the
+error names the rank that failed and the message that is missing.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Server:
             self._reports.put(_Report(worker, shard))
 
     def _take_changed(self, worker: int, step: StepRequest) -> None:
-        """Receive the gradients that the script changed into the memory of the original gradients.
+        """Receive the gradients that the script changed, and overwrite the original gradients with them.
 
         The original gradients are summed already.
         """

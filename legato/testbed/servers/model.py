@@ -57,7 +57,7 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: float
 
     def cluster(self, workers: int, servers: int) -> Cluster:
-        """Return the cluster for planners, with costs of pushes and pulls for slowest links that are never idle."""
+        """Return the cluster for planners: its pushes and pulls cost what the slowest links need if they never idle."""
         copies = max(1.0, workers / servers)
         cost = LinearCost(2 * copies * self.message_s, 2 * copies * 8 / self.bandwidth_bps)
         return Cluster(workers, {PARAMETER_SERVER: cost}, servers)

@@ -33,9 +33,9 @@ __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "
 class ServerTask(msgspec.Struct, frozen=True):
     """The task of the ranks; at least `iterations` iterations of each order are timed.
 
-    With a `ratio`, computation is scaled so that all pushes and pulls, without computation,
-    take `ratio` times as long as computation. With `agents`, each order is also
-    trained while the agents infer; these iterations are not timed.
+    With a `ratio`, computation is scaled so that all pushes and pulls, without computation, take `ratio` times as long
+    as computation. With `agents`, training also runs with each order while the agents infer; the iterations of these
+    runs are not timed.
     """
 
     workload: Workload

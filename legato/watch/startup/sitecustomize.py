@@ -1,6 +1,6 @@
-"""The module that Python imports before a watched script. It hides itself, and waits for torch's optimizers.
+"""The module that Python imports before a watched script. This module hides itself, and waits for torch's optimizers.
 
-It imports only the standard library until an optimizer takes a step.
+Until an optimizer takes a step, this module imports only the standard library.
 """
 
 from __future__ import annotations

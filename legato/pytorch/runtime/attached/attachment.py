@@ -65,7 +65,7 @@ FIRST_PASSES = 2
 
 
 class Attachment:
-    """legato's part of one `DistributedDataParallel`. Each rank has one, and all of them act together.
+    """legato's part of one `DistributedDataParallel`; the parts of all ranks act together.
 
     `legato.attachment(model)` returns the attachment of a model. Parameters, gradients and the optimizer's state are up
     to date whenever they are read.
@@ -204,8 +204,8 @@ class Attachment:
     def observe(self, steps: int, decide: Callable[[], None]) -> None:
         """Let DDP run the passes, observe `steps` steps, and then call `decide()` on all ranks, after a backward pass.
 
-        `observer` holds the observations. A `RankError` of `decide` is raised. After any other error, DDP goes on
-        running the passes.
+        `observer` holds the observations. If `decide` raises a `RankError`, training fails; after any other error, DDP
+        goes on running the passes.
         """
         self._first, self._to_observe, self._observation = 0, steps, (steps, decide)
         compiled = self._fingerprint.compiled() or self._forward.in_graphs
@@ -374,8 +374,8 @@ class Attachment:
     def _former_attachments(self) -> list[Attachment]:
         """Return the attachments that the parameters already have.
 
-        Where the result matters, garbage is collected first. Without this, one rank might still find an attachment that
-        the program has dropped, and another rank might not.
+        If the result can change what the ranks do, garbage is collected first. Otherwise one rank might still find an
+        attachment that the program has dropped, and another rank might not.
         """
 
         def found() -> dict[int, Attachment]:
@@ -464,7 +464,7 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks meet. During one of DDP's passes, this has happened already."""
+        """Let DDP rebuild its buckets before the ranks communicate; during DDP's own pass, it has done so already."""
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
@@ -511,7 +511,7 @@ class Attachment:
         self._rest()
 
     def _rest(self, *, at_once: bool = False) -> None:
-        """Stop working until there is another plan, as soon as DDP's reducer has rebuilt its buckets."""
+        """Once DDP's reducer has rebuilt its buckets, stop working until there is another plan."""
         if self._idle.rebuilds and not (at_once or is_joining(self.ddp)):
             return
         self._idle.forward_begins()

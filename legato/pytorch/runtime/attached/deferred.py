@@ -2,7 +2,7 @@
 
 `optimizer.step()` records the hyper-parameters of its groups and returns. The optimizer's own `step` updates the
 parameters later, on a stand-in object that shares the state and holds only the parameters that are to be updated now.
-Where this could give another result, the step updates all parameters at once, when all gradients have arrived.
+Where deferring could change the result, the step updates all parameters at once, when all gradients have arrived.
 
 [Note: the user's optimizer] legato sets `step` on the optimizer instance, once and for good, so that schedulers and
 wrappers that hold this method keep working. The method defers updates in legato's passes, and otherwise steps as
@@ -51,7 +51,7 @@ _WHOLE = ("LBFGS", "SparseAdam")
 
 
 class Attached(Protocol):
-    """An attachment of legato to a model, as an optimizer sees it."""
+    """The part of an `Attachment` (legato's part of one model) that optimizers use."""
 
     #: The reducer that sends a plan's messages; None while DDP runs the passes.
     reducer: Reducer | None

@@ -37,8 +37,8 @@ class ForwardPasses:
     """Runs those forward passes of a DDP that are legato's.
 
     `fingerprint` is the fingerprint of the DDP's module. `sender_of(parameter)` returns the object that sends a
-    parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`, all
-    readers are watched.
+    parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`,
+    readers are watched in every pass, not only in the first passes.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ForwardPasses:
             self._scope.__exit__(*sys.exc_info())
 
     def _may_be_one_graph(self, compiled: str) -> bool:
-        """Return whether only compiled code would run in the forward pass, unless it has graph breaks."""
+        """Return whether the forward pass would run only compiled code if it has no graph breaks."""
         inner = compiled_module(self._module)
         if compiled == "caller" or not (compiled or is_compiled(self._module)):
             return False
@@ -153,7 +153,7 @@ class ForwardPasses:
 
 
 class Hook:
-    """A forward hook of legato's. Copies and pickles of a model have `no_hook` in its place.
+    """A forward hook of legato's. Copies and pickles of a model have `no_hook` in place of this hook.
 
     The hook calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
     """

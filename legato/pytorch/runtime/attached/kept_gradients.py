@@ -1,9 +1,9 @@
 """Gradients that a program keeps: with `gradient_as_bucket_view`, they move along when buckets change.
 
-With this option, DDP's `.grad` is one tensor in its bucket, the same in all passes. A program may list the gradients
-once, and from then on read, clip or send them through its list, whatever `zero_grad` does to `.grad`. When a plan's
-buckets replace DDP's buckets, or DDP's buckets come back, tensors that used to be a parameter's `.grad` get the memory
-of its present `.grad`.
+With `gradient_as_bucket_view`, DDP keeps each `.grad` in its bucket, as the same tensor in all passes. A program may
+list the gradients once, and from then on read, clip or send them through its list, whatever `zero_grad` does to
+`.grad`. When a plan's buckets replace DDP's buckets, or DDP's buckets come back, tensors that used to be a parameter's
+`.grad` get the memory of its present `.grad`.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ user's `.grad`. If the plan partitions the gradient, `.grad` is None until the g
 [Note: streams] On an accelerator, legato delivers averages and runs updates on the stream on which DDP and the
 optimizer would do so: the stream on which the backward pass or `step()` was called (the home stream). A program that
 reads on another stream has made its stream wait for the home stream already, but this wait does not cover work that
-legato adds later. So the first such read waits once more. Later reads would find no gate, and would not wait. Therefore
-the first such read brings everything up to date, the host waits for this work, and from then on no parameter waits to
-be read (`Readers.note_streams`). Until then, gates are installed again after each forward pass, so that a read on
-another stream also meets a gate between a forward pass and its backward pass.
+legato adds later. So the first read on another stream waits once more. Later reads would find no gate, and would not
+wait. Therefore the first read on another stream brings everything up to date, the host waits for this work, and from
+then on no parameter waits to be read (`Readers.note_streams`). Until then, gates are installed again after each forward
+pass, so that a read on another stream also meets a gate between a forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -184,12 +184,12 @@ class Delivery:
             ]
 
     def _come_home(self) -> None:
-        """Record that work that waits belongs on the current stream from now on."""
+        """Make the current stream the home stream, on which waiting work will run."""
         self._home = current_stream(self._device)
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:
-        """Run waiting work on the stream on which it belongs (see [Note: streams])."""
+        """Run waiting work on the home stream (see [Note: streams])."""
         home, reader = self._home, current_stream(self._device)
         if home is None or reader is None or reader == home:
             yield
@@ -215,7 +215,7 @@ class Delivery:
         gate.install(slot, self.resolve, self.zero, self._at_look)
 
     def _look(self) -> None:
-        """Let a reader on another stream wait for everything that its home stream has waited for or updated since."""
+        """Let a reader on another stream wait for all work that was queued on the home stream."""
         if not self.messages.in_backward:
             with self._lock, outside_transforms(), self._at_home():
                 pass
@@ -320,7 +320,7 @@ class Delivery:
                     gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
-        """Take and return the parameters whose updates wait for bucket `last` at most, or no longer wait."""
+        """Take from the queue the parameters that need no bucket after `last`, or whose buckets have all arrived."""
         taken = []
         while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
             taken.append(self.pending.popleft())
@@ -408,7 +408,7 @@ class Delivery:
         self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
 
     def _ask(self, flags: Mapping[Any, Tensor]) -> None:
-        """Note for each key whether any rank had a gradient, which the key's element has counted."""
+        """Note for each key whether any rank had a gradient: then the sum of the ranks' flags is not 0."""
         if flags:
             counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
             self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))

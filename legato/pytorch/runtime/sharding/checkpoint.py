@@ -305,7 +305,7 @@ def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.P
 def _entries(
     held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any], begun: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the entries of a parameter. If its shards have no state yet, the entries have no values."""
+    """Return the entries of a parameter. If the parameter's shards have no state yet, the entries have no values."""
     mine = state.get(held[0].flat)
     if not mine:
         known = begun if begun.keys() == first.keys() else {}

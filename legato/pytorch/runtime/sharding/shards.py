@@ -60,7 +60,7 @@ ELEMENTWISE = (
 
 
 def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with the others."""
+    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with another one."""
     base = users_class(optimizer)
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
@@ -87,11 +87,11 @@ class Shard:
     flat: nn.Parameter
 
     def place(self) -> None:
-        """Let the shard share the parameter's memory or, if that is not contiguous, copy the values from there."""
+        """Let the shard share the parameter's memory, or hold a copy of the values if the memory is not contiguous."""
         self.flat.data = self.piece.of(self.piece.slot.parameter.detach()).reshape(-1)
 
     def leave(self) -> None:
-        """Release the memory: a parameter may wait only if nothing else shares its memory."""
+        """Release the shard's memory, because a parameter may wait only if nothing else shares its memory."""
         self.flat.grad = None
         self.flat.data = self.flat.new_empty(0)
 
@@ -177,7 +177,7 @@ class Shards(Delivery):
     # ---- forward and backward passes -------------------------------------------------
 
     def before_forward(self) -> None:
-        """Drop gradients that no optimizer uses, because compilers look at their parameters."""
+        """Drop gradients that no optimizer uses, and their parameters' gates, because compilers look at parameters."""
         self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
@@ -255,7 +255,7 @@ class Shards(Delivery):
             slot.check_cleared()
 
     def _scatter(self, before: Bucket | None = None) -> None:
-        """Launch the reduce_scatters that come before an all_gather in the plan, or all of them."""
+        """Launch the waiting reduce_scatters: if `before` (an all_gather) is given, only those that precede it in the plan."""
         while self._late and (before is None or self._late[0].index < before.index):
             self.launch(self._late.popleft())
 
@@ -412,7 +412,7 @@ class Shards(Delivery):
         return mine
 
     def _update_shards(self, todo: deque[Bucket], update: Update) -> None:
-        """Wait for the first reduce_scatter in `todo`, and update the shards of all that have arrived."""
+        """Wait for the first reduce_scatter in `todo`; update the shards of each reduce_scatter that has arrived."""
         self.messages.wait(todo[0])
         here = []
         while todo and todo[0].has_arrived and todo[0] not in self._late:
@@ -481,7 +481,7 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Fetch the marks that say which ranks have updated their chunks. On a CPU, check them at once."""
+        """Fetch the marks that say which ranks have updated their chunks. On a CPU, check the marks at once."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return

@@ -30,8 +30,8 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
     """Return the optimizer's state for whole parameters.
 
-    If the state is sharded, all ranks must call this, and each of them gets the whole state. Raises `RankError` if one
-    of them does not call it.
+    If the state is sharded, all ranks must call this, and each of them gets the whole state. Raises `RankError` if a
+    rank does not call it.
     """
     if shards is None or optimizer not in shards.optimizers:
         return vars(optimizer).get("state")

@@ -128,8 +128,8 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
     """Yield the parameter, up to date and with its plain class.
 
-    Afterwards its gate comes back if its gradient has not arrived yet. A copy of the parameter needs no gate, because
-    it has no gradient.
+    Afterwards, the parameter gets its gate back if its gradient has not arrived yet. A copy of the parameter needs no
+    gate, because it has no gradient.
     """
     slot = slot_of(parameter)
     assert slot is not None

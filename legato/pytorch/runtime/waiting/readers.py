@@ -128,9 +128,9 @@ class Readers:
     """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
 
     `is_own(module)` returns whether a module's forward pass is the training's own. Parameters whose names equal or
-    match an entry of `current` never wait. `read_gradients` is False if only the parameters hold the memory of
-    gradients. With `strict`, every forward pass is watched, and `RankError` is raised if an operator reads a parameter
-    that waits.
+    match an entry of `current` never wait. `read_gradients` says whether anything except the parameters may hold the
+    memory of gradients. With `strict`, every forward pass is watched, and `RankError` is raised if an operator reads a
+    parameter that waits.
     """
 
     def __init__(

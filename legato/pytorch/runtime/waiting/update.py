@@ -81,7 +81,7 @@ def users_class(optimizer: Any) -> type[Optimizer]:
 
 
 def reducers_of(optimizer: Any) -> list[Any]:
-    """Return the reducers of the models whose parameters the optimizer updates, where legato runs the passes."""
+    """Return the reducers of those models whose passes legato runs and whose parameters the optimizer updates."""
     attached = vars(optimizer).get("_legato_attachments", ())
     return [attachment.reducer for attachment in attached if attachment.reducer is not None]
 

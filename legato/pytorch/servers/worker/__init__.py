@@ -1,4 +1,5 @@
 """The workers' side: pushes (`worker.py`) and pulls (`puller.py`).
 
-`arrivals.py` observes the order in which transfers arrive, and `changes.py` what a training script changes in between.
+`arrivals.py` observes the order in which transfers arrive, and `changes.py` detects what a training script changes
+between pushes and pulls.
 """

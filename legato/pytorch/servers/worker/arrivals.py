@@ -38,7 +38,8 @@ class Arrivals:
     def begin(self, order: Sequence[int]) -> None:
         """Start to observe an iteration whose values are expected in this order.
 
-        Call this when all values of the previous iteration have arrived, and before any value of this one can arrive.
+        Call this when all values of the previous iteration have arrived, and before any value of the new iteration can
+        arrive.
         """
         with self._looking:
             self._look()  # notes what arrived after the last poll
