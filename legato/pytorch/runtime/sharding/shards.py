@@ -255,7 +255,7 @@ class Shards(Delivery):
             slot.check_cleared()
 
     def _scatter(self, before: Bucket | None = None) -> None:
-        """Launch the waiting reduce_scatters: if `before` (an all_gather) is given, only those that precede it in the plan."""
+        """Launch the waiting reduce_scatters; with `before` (an all_gather), only those that precede it in the plan."""
         while self._late and (before is None or self._late[0].index < before.index):
             self.launch(self._late.popleft())
 
