@@ -1,7 +1,7 @@
 """Every use of torch's private interfaces in legato, for torch 2.11 to 2.15.
 
 No other file names an attribute or a module of torch that begins with an underscore, so only this file must be checked
-against a new version of torch. Each entry says what it is for, and what could replace it.
+against a new version of torch. Each definition says what it is for, and what could replace the private name.
 """
 
 from __future__ import annotations
@@ -418,7 +418,7 @@ def is_left_to_eager_mode(function: Any) -> bool:
 
 
 def backend_name(backend: Any) -> str:
-    """Return the name of a backend of `torch.compile`; dynamo wraps the backends that it passes on."""
+    """Return the name of a backend of `torch.compile`, which dynamo may have wrapped."""
     from torch._dynamo.eval_frame import innermost_backend
 
     innermost = innermost_backend(backend)
@@ -428,10 +428,10 @@ def backend_name(backend: Any) -> str:
 def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
     """Compile a graph as the backend does, except for the forward and backward graphs that AOTAutograd makes of it.
 
-    Each of these graphs becomes `function_of(phase, graph, inputs, compile_piece)`, where phase is `forward` or
-    `backward`. `compile_piece(graph, inputs, whole)` compiles the graph, or a part of it, as the backend does. For a
-    part, it also returns example results for these inputs; for the whole graph, an empty list. Returns None if the
-    backend is neither `inductor` nor `aot_eager`.
+    Each forward or backward graph becomes the function `function_of(phase, graph, inputs, compile_piece)`, where phase
+    is `forward` or `backward`. `compile_piece(graph, inputs, whole)` compiles the graph, or a part of it, as the
+    backend does. For a part, `compile_piece` also returns example results for the inputs; for the whole graph, it
+    returns an empty list. Returns None if the backend is neither `inductor` nor `aot_eager`.
     """
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
     from torch._dynamo.eval_frame import innermost_backend
@@ -913,8 +913,8 @@ class IdleReducer:
     def rebuild(self) -> None:
         """Let a reducer that came back rebuild its buckets; call this on all ranks after each of DDP's backward passes.
 
-        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would rebuild them
-        in its next forward pass, which one rank may run alone.
+        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would rebuild the
+        buckets in its next forward pass, which one rank may run alone.
         """
         if self.rebuilds:
             self._unsettled -= 1

@@ -48,7 +48,7 @@ class Fetched:
 
 
 def group_device(group: Any) -> torch.device:
-    """Return the device of the tensors that a process group's collectives take. For gloo, this is the CPU."""
+    """Return the device of the tensors that a process group's collectives take. For gloo, the device is the CPU."""
     accelerator = None if group.name() == "gloo" else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

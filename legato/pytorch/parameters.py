@@ -1,13 +1,14 @@
 """Names the parameters of a model whose gradients are averaged, and detects changes of the model.
 
-[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`. Such
-wrappers do not appear in names. So a plan, a workload or a checkpoint of one form of the model fits all others.
-`named_parameters` makes all names.
+[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`.
+Wrappers do not appear in the names of parameters. So a plan, a workload or a checkpoint of one form of the model fits
+all others. `named_parameters` makes all names.
 
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
-parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). From the first
-such change on, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all parameters and
-the dictionaries of all modules are compared with their first state. The comparison takes some tens of microseconds.
+parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). Once a parameter
+was replaced, cast or moved, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all
+parameters and the dictionaries of all modules are compared with their first state. The comparison takes some tens of
+microseconds.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Stretch(NamedTuple):
 
 
 class _Backward(Function):
-    """The autograd function of one stretch of the backward pass; the forward pass chains them in reverse order."""
+    """The autograd function of one stretch of the backward pass; the forward pass chains all stretches in reverse order."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -146,7 +146,8 @@ class EmulatedModel(nn.Module):
 class EmulatedOptimizer(torch.optim.Optimizer):
     """An optimizer that takes the time of a workload's optimizer ops; an op runs when its last parameter is stepped.
 
-    If it has only some elements of an op (some `parameters`, or shards), it takes only that fraction of the op's time.
+    If the optimizer has only some elements of an op (some `parameters`, or shards), it takes only that fraction of the
+    op's time.
     """
 
     #: Tells the runtime that it may step parameters, and even parts of them, one by one.

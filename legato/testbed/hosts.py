@@ -34,9 +34,9 @@ measure the delay. Congestion control is set on the route to the other hosts,
 because a namespace can select only what the machine allows.
 
 [Note: cleanup] The namespaces have no names, so each ends with its last process. In each namespace, a process waits
-until its standard input ends, which is a pipe from the owner. All programs run in a process namespace, of which the
-switch's waiting process is process 1, so the kernel ends all programs when this process ends. Leaving the context
-closes the pipes; if the owner is killed, the kernel closes them.
+until its standard input, a pipe from the owner, ends. All programs run in a process namespace, of which the switch's
+waiting process is process 1, so the kernel ends all programs when this process ends. Leaving the context closes the
+pipes; if the owner is killed, the kernel closes them.
 """
 
 from __future__ import annotations

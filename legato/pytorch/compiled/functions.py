@@ -103,7 +103,7 @@ class GraphFunction:
     def run_whole(self, args: list[Any]) -> Sequence[Any]:
         """Run the uncut graph: compiled, or node by node while it is being recorded.
 
-        Once the compiled graph has run, pieces return results with the same strides.
+        Once the uncut graph has run compiled, pieces return results with the same strides as the uncut graph.
         """
         if one_by_one.wanted:
             return self._recorded(args)

@@ -1,8 +1,8 @@
 """Measures the costs of a process group's collectives.
 
 [Note: in a stream] Training sends one message after another, and packs the next one while the previous one is in
-flight. Calibration measures the same: it launches several messages in order through the runtime's own channel, and
-divides their total time by their number.
+flight. Calibration measures messages in the same way: it launches several messages in order through the runtime's own
+channel, and divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
 it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part costs
@@ -74,7 +74,7 @@ class Calibration(msgspec.Struct, frozen=True):
     """A cluster for the planner, and the measurements to which it was fitted.
 
     `compute_s` is how long the computation alone takes, in seconds, or 0 if messages were not measured during
-    computation. This time is the median over all repetitions, each timed on its slowest rank.
+    computation. `compute_s` is the median over all repetitions, each timed on its slowest rank.
     """
 
     cluster: Cluster
@@ -103,7 +103,7 @@ def calibrate(
 ) -> Calibration:
     """Measure all-reduce on all ranks of a process group, and fit alpha + beta * bytes.
 
-    Every rank must call it, and gets the same result.
+    Every rank must call `calibrate`, and gets the same result.
 
     The backend's own all-reduce is measured under the backend's name (`gloo`, `nccl`), and becomes the cluster's
     default. Each of `collectives`, which consist of sends and receives over gloo (`legato.collectives`), is measured in

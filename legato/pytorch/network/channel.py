@@ -4,10 +4,10 @@ docs/runtime.md ("What gloo needs") explains why messages run one at a time. Ove
 backend with one thread; other backends (NCCL) keep the order anyway.
 
 [Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a thread that starts its
-next round when bytes arrive. While this thread has work, every message goes to it, including the backend's own
-all-reduces. Before its first message, the thread waits for the message that the backend is still running. The thread
-ends with the channel. At its end, a process waits for the thread, unless a message has failed: a send to a rank that is
-gone can take the whole timeout to fail.
+next round when bytes arrive. While the Python thread has work, every message goes to this thread, including the
+backend's own all-reduces. Before its first message, the thread waits for the message that the backend is still running.
+The thread ends with the channel. At its end, a process waits for the thread, unless a message has failed: a send to a
+rank that is gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
 report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, and

@@ -103,8 +103,8 @@ def measure_contention(
     """Measure messages during `compute()`, on all ranks together. `compute()` should take some milliseconds or more.
 
     `cluster` has the costs of messages alone; `pack_s_per_byte` is the cost of packing. Returns the contention, which
-    is the same on all ranks, and the seconds of `compute()` alone. These seconds are the median over repetitions, each
-    timed on its slowest rank, because the other ranks wait for this rank in training.
+    is the same on all ranks, and the seconds of `compute()` alone. The time of `compute()` is the median over
+    repetitions, each timed on its slowest rank, because the other ranks wait for this rank in training.
     """
     cost = cluster.cost()
     compute()

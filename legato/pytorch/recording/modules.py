@@ -20,9 +20,9 @@ __all__ = ["ModuleObserver"]
 class ModuleObserver:
     """Watches one step through hooks and a dispatch mode, and then describes the modules (`modules`).
 
-    The operators of the backward pass show which parameters it reads. Two more kinds of parameters count as read:
-    parameters of modules that activation checkpointing calls again, and parameters that the forward pass copies in
-    another precision. (The backward pass reads these copies; without autocast it would read the parameters.)
+    The operators of the backward pass show which parameters this pass reads. Two more kinds of parameters count as
+    read: parameters of modules that activation checkpointing calls again, and parameters that the forward pass copies
+    in another precision. (The backward pass reads these copies; without autocast it would read the parameters.)
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The reducer: receives gradients from autograd, and sends the buckets into which they are packed in one fixed order.
 
-Nothing that happens on one rank alone can change this order. docs/runtime.md ("The same order on every rank") has the
-proof.
+Nothing that happens on one rank alone can change the order of messages. docs/runtime.md ("The same order on every
+rank") has the proof.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Iteration(msgspec.Struct, frozen=True):
 
 
 class _Measured(nn.Module):
-    """A model whose parameters a puller receives, and which can record its iterations."""
+    """A model that gets its parameters from a `Puller`, and can record its iterations."""
 
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ class Transport:
             raise self.watchdog.failure(f"{what} from {self.named(source)}", error) from error
 
     def wait(self, work: Any, peer: int, what: str, *, ever: bool = False) -> None:
-        """Wait for a send or receive. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
+        """Wait for a send or receive. Raises `RankError` if the peer is gone or, unless `ever`, after the timeout."""
         try:
             work.wait(_ANY_TIME if ever else self._patience)
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """legato attached to a `DistributedDataParallel`: DDP runs some passes and legato runs the others.
 
-docs/runtime.md ("Whose pass it is") says who runs which. All ranks decide this alike, because they know the same facts:
-the plan, what the program does with the model, and what the ranks tell each other after the first passes.
+docs/runtime.md ("Whose pass it is") says who runs which. All ranks make the same decision, because they know the same
+facts: the plan, what the program does with the model, and what the ranks tell each other after the first passes.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ class Attachment:
         """Decide whether DDP or legato runs the pass that begins, from facts that all ranks know; nothing is sent.
 
         Plans usually change at the end of a backward pass, because one rank may run a forward pass alone. A change to
-        or from a sharded plan happens here, because gradients cannot move.
+        or from a sharded plan happens before a forward pass, because gradients cannot move.
         """
         if not self.reason and (reason := self._pass_reason()):
             self._leave_to_ddp(reason)

@@ -100,7 +100,7 @@ class GraphSender:
             gate.hide(slot)
 
     def show_gates(self) -> str:
-        """Show the gates that are still needed after such a pass; return the name of one gated parameter, or ""."""
+        """Show the gates that are still needed after a compiled pass; return the name of one gated parameter, or ""."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
             self.reducer.delivery.install_gate(slot)

@@ -33,7 +33,8 @@ SAME = 0.005
 class Measured(NamedTuple):
     """The measurement of a plan: `seconds` per step, the number of timed `steps`, and the `scatter` of its turns.
 
-    `seconds` is the median of its turns, and `scatter` the median distance of turns from it, in seconds per step.
+    `seconds` is the median over the plan's turns. `scatter` is the median distance of turns from `seconds`, in seconds
+    per step.
     """
 
     seconds: float

@@ -400,7 +400,7 @@ class Delivery:
     def _receive(self, slots: Iterable[Slot]) -> None:
         """Find out which of the gradients that are missing on this rank exist on another rank.
 
-        On a device, one request covers all parameters, because the host must wait for the answer.
+        On an accelerator, one request covers all parameters, because the host must wait for the answer.
         """
         asked = slots if self._device.type == "cpu" else [s for s in self.slots if s.stage in (SENT, PENDING)]
         absent = [slot for slot in asked if not slot.has_grad and slot not in self._received]

@@ -71,8 +71,8 @@ def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) 
 def _round(part: BucketSlice, grad: Tensor, ranks: int) -> None:
     """Pack a gradient in the bucket's wire format.
 
-    Without error feedback, it is rounded as torch's communication hooks do. With error feedback, what earlier rounding
-    removed is added first.
+    Without error feedback, the gradient is rounded as torch's communication hooks round it. With error feedback, what
+    earlier rounding removed is added to the gradient first.
     """
     residual = part.bucket.residual
     if residual is None:

@@ -11,7 +11,7 @@ optimizer can load their checkpoints.
 [Note: entries without values] A program must name the entries that it wants to load, but a new optimizer has no
 entries. The names and kinds of entries come from a step of the user's optimizer on stand-ins of two elements. Entries
 get memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient
-has arrived, None is saved under these names.
+has arrived, None is saved under the names of the entries.
 """
 
 from __future__ import annotations

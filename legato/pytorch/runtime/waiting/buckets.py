@@ -129,7 +129,7 @@ class Slot:
             self.parameter.grad = self.spent
 
     def clear_spent(self) -> None:
-        """Give a gradient its own memory if it was taken, and the program itself has zeroed it since."""
+        """Give a gradient its own memory if a sharded optimizer has taken it, and the program has zeroed it since."""
         with without_overrides():
             if self.parameter.grad is self.spent is not None and not self.is_spent:
                 self.zero(set_to_none=False)

@@ -3,9 +3,9 @@
 [Note: gates] Hooks on modules miss functional use of a parameter (`nn.MultiheadAttention`, `F.linear(x,
 model.other.weight)`), so the gate is installed on the parameter itself: its class is swapped for `GatedParameter`,
 whose `__torch_function__` sees every operation on it from Python. The first operation that reads the parameter brings
-it up to date and swaps the class back; from then on reading costs nothing extra. While only the *gradient* is in flight
-(before `optimizer.step()`), the value is current, and only access to `.grad` waits. Access to shape, dtype and other
-metadata never waits.
+it up to date and restores its plain class; from then on reading costs nothing extra. While only the *gradient* is in
+flight (before `optimizer.step()`), the value is current, and only access to `.grad` waits. Access to shape, dtype and
+other metadata never waits.
 
 [Note: constructors] Functions that make a tensor from any data (listed in `torch.overrides.get_ignored_functions`), and
 the transforms of `torch.func`, read a parameter without asking its class. These functions are replaced by versions that
@@ -161,7 +161,7 @@ def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
 
 
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
-    """Zero a gradient without waiting for it if the caller only wants this: `p.grad = None`, or `zero_grad()`.
+    """Zero a gradient without waiting for it if the caller only wants to zero it: `p.grad = None`, or `zero_grad()`.
 
     `zero_grad` of a module or an optimizer reads each gradient only to see whether there is one.
     """
@@ -222,7 +222,7 @@ def hide(slot: Slot) -> None:
 
 
 class Constructors:
-    """A set of functions that are replaced while they are needed (see [Note: constructors]).
+    """A set of functions that are replaced while parameters may wait (see [Note: constructors]).
 
     Several models may call `begin()` and `end()`.
     """
