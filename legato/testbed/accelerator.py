@@ -78,7 +78,7 @@ class _Stretch(NamedTuple):
 
 
 class _Backward(Function):
-    """The autograd function of one stretch of the backward pass; the forward pass chains all stretches in reverse order."""
+    """The autograd function of one stretch of the backward pass; the forward pass chains them all in reverse order."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
