@@ -143,7 +143,7 @@ def plan(
     raises.
 
     With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model within 1% of the
-    predicted time of the fastest way. The options of such a plan are the fields of `legato.fsdp.table.Sharding`:
+    predicted time of the fastest way. The options of a plan for FSDP2 are the fields of `legato.fsdp.table.Sharding`:
     `memory_bytes`, `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` returns the whole table.
     """
     if options.get("shard") == "parameters":
@@ -165,9 +165,9 @@ def simulate(
 ) -> Timeline:
     """Predict one steady-state training iteration.
 
-    By default, the network is one shared resource, as planners see it. It carries one message at a time, in the plan's
-    order, and each message takes as long as its collective costs on the cluster. A worker computes on one stream, or,
-    with `compute="unlimited"`, starts every op as soon as its inputs exist.
+    By default, the network is one shared resource, as planners see it. This network carries one message at a time, in
+    the plan's order, and each message takes as long as its collective costs on the cluster. A worker computes on one
+    stream, or, with `compute="unlimited"`, starts every op as soon as its inputs exist.
 
     With a `fabric` (a name from `legato.simulator.flow.FABRICS`, or a `Fabric`), every transfer on every link is
     simulated, on the network that `Network.of` derives from the cluster; workers have one stream.

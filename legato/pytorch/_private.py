@@ -213,7 +213,7 @@ _second_ways: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_SecondWay]] = we
 
 
 def _active_way() -> _SecondWay | None:
-    """Return the second way of the DDP whose forward pass runs, or None."""
+    """Return the `_SecondWay` of the DDP whose forward pass runs, or None."""
     active = cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module
     reference = _second_ways.get(active) if isinstance(active, nn.Module) else None
     way = None if reference is None else reference()

@@ -78,7 +78,7 @@ class _Stretch(NamedTuple):
 
 
 class _Backward(Function):
-    """The autograd function of one stretch of the backward pass; the forward pass chains them all in reverse order."""
+    """The autograd function of one stretch of the backward pass; the forward pass chains such functions in reverse."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -168,7 +168,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.partial = parameters is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Take the time of the ops that these parameters complete, and return when it has passed."""
+        """Run the ops that become complete with these parameters: return when the time of the ops has passed."""
         self.clock.meet()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -16,16 +16,13 @@ user id 0, but outside it has only the caller's rights: its files belong to the 
 containers forbid mounting, so processes see the same files as outside: /proc and /sys show the machine's processes and
 interfaces.
 
-[Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too
-large, small messages take no time. If it is too small, the timer refills it too
-late for the rate. TCP passes down segments of up to 64 KiB, which tbf has to
-split if they do not fit into the bucket, and a segment costs the same CPU time
-at any size. Segments therefore last half a millisecond (at most 64 KiB), and a
-bucket holds two segments, or one millisecond: 125 KB at 1 Gbit. On two cores,
-links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers
-leave. With both cores busy, they carry 95, 93 and 90%. With segments of an eighth
-of a millisecond, they would carry 94, 91 and 84%, and need ten times as long in soft
-interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
+[Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too large, small messages take no time. If the
+bucket is too small, the timer refills it too late for the rate. TCP passes down segments of up to 64 KiB, which tbf has
+to split if they do not fit into the bucket, and a segment costs the same CPU time at any size. Segments therefore last
+half a millisecond (at most 64 KiB), and a bucket holds two segments, or one millisecond: 125 KB at 1 Gbit. On two
+cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers leave. With both cores busy, they
+carry 95, 93 and 90%. With segments of an eighth of a millisecond, they would carry 94, 91 and 84%, and need ten times
+as long in soft interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
 
 [Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's
 setting is. Machines of some clouds use BBR, which paces its sends by its own
@@ -113,7 +110,7 @@ class Hosts:
         self._processes: list[subprocess.Popen[Any]] = []
 
     def address(self, i: int) -> str:
-        """Return the IPv4 address of host i. Only the other hosts can reach it."""
+        """Return the IPv4 address of host i. Only the other hosts can reach this address."""
         return f"10.77.0.{range(1, self.count + 1)[i]}"
 
     def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -52,8 +52,9 @@ def recording_ranks(world: int, per_host: int) -> list[int]:
 class Watch:
     """The watcher of the training in this process.
 
-    It counts the steps of the optimizer with the most parameters. A step that a `GradScaler` skips does not count,
-    unless a fused optimizer skips it inside its kernel. Several backward passes that accumulate gradients are one step.
+    The watcher counts the steps of the optimizer with the most parameters. A step that a `GradScaler` skips does not
+    count, unless a fused optimizer skips it inside its kernel. Several backward passes that accumulate gradients are
+    one step.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -5,9 +5,10 @@ flight. Calibration measures messages in the same way: it launches several messa
 channel, and divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
-it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part costs
-time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than predicted
-with an alpha of 0: for each message, an eighth of the floor of 5.8 ms. So alpha is at least an eighth of the floor.
+it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part of a
+partitioned message costs time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took
+70 ms longer than predicted with an alpha of 0: for each message, an eighth of the floor of 5.8 ms. So alpha is at least
+an eighth of the floor.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class _QueuedWork:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message is done. Raises `RuntimeError` if it has failed, or is not done within `timeout`."""
+        """Wait until the message is done. Raises `RuntimeError` if it fails, or is not done within `timeout`."""
         try:
             self._future.result(timeout.total_seconds() if timeout else None)
         except _Timeout:

@@ -75,8 +75,8 @@ def capture(
     `warmup` steps run untimed; the last of them is used to observe the modules. Then `runs` untraced steps alternate
     with `runs` recorded steps.
 
-    A compiled model is compiled again. Its ops are then the nodes of the graphs that AOTAutograd makes, each with the
-    time that it takes alone, and the workload does not describe the model's modules.
+    A compiled model is compiled again. The ops of a compiled model are the nodes of the graphs that AOTAutograd makes,
+    each with the time that it takes alone, and the workload does not describe the model's modules.
 
     Afterwards the model, the optimizer and the random generators are restored bit for bit (see
     `legato.pytorch.recording.snapshot.Snapshot`). Other effects of `loss()`, such as its position in a data set, are
@@ -126,7 +126,7 @@ def capture(
 
 @contextmanager
 def _recordable(model: nn.Module) -> Iterator[None]:
-    """Recompile the compiled parts so that a recorder sees their ops. Raises `CaptureError` if a backend hides them."""
+    """Recompile the compiled parts so that a recorder sees their ops; raise `CaptureError` if a backend hides ops."""
     if not any(map(is_compiled, model.modules())):
         yield
         return

@@ -87,7 +87,7 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_loss(value: Any) -> torch.Tensor:
-    """Return the loss. Raises `CaptureError` if a backward pass cannot start from it."""
+    """Return the loss. Raises `CaptureError` if a backward pass cannot start from the loss."""
     expected = "expected a scalar tensor that requires grad"
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"loss() returned {_kind(value)} ({expected})")

@@ -2,8 +2,8 @@
 
 The user's program is not changed: no operator is recorded, and no step is slower. Plans only need certain moments, and
 hooks see these moments: when modules begin to run (and first read their parameters), when the backward pass begins,
-when each gradient is complete, and when the optimizers work. Each op of the workload is the time between two
-consecutive moments.
+when each gradient is complete, and when the optimizers work. Each op of the workload spans the time between two
+consecutive moments that hooks see.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 [Note: accumulators] Each parameter has one node in the graph, AccumulateGrad, where all of its gradients end. Hooks on
 this node are separate from those that users register on the parameter. `before` runs when a gradient has arrived and
 has not been added to `.grad` yet. `after` runs when all hooks of the user have seen the sum, including those registered
-later (as in DDP). Both hooks also run when the gradient is None. The node lives as long as there is a reference to it.
+later (as in DDP). `before` and `after` also run when the gradient is None. An AccumulateGrad node lives while something
+refers to it.
 
-[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. The first
-gradient may come from the inner pass, and the inner pass ends before the outer pass. The outer pass is therefore
-detected where it begins: at the output of the model. (If the loss depends on the parameters but not on the model's
-output, the pass is detected at its first gradient.)
+[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. Then the
+first gradient may come from the inner pass, which ends before the outer pass. The outer pass is therefore detected
+where it begins: at the output of the model. (If the loss depends on the parameters but not on the model's output, the
+pass is detected at its first gradient.)
 """
 
 from __future__ import annotations

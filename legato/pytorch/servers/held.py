@@ -2,8 +2,9 @@
 
 [Note: optimizer state of a shard] Each shard is a parameter of the server's optimizer. A shard that is part of a
 parameter gets the matching elements of every state tensor that has the parameter's shape (momentum), and a copy of
-every other state tensor (counters). This division is exact for an optimizer that updates each element from its own
-gradient and state. An optimizer that uses rows or norms of a parameter (Adafactor, Muon) needs whole parameters.
+every other state tensor (counters). This division of the state is exact for an optimizer that updates each element from
+its own gradient and state. An optimizer that uses rows or norms of a parameter (Adafactor, Muon) needs whole
+parameters.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Iteration(msgspec.Struct, frozen=True):
     """One measured iteration of a worker or an agent: from one forward pass to the next.
 
     `waited_s` is the time during which computation waited for parameters. `transfers` is the number of transfers whose
-    arrival was observed. `out_of_order` is the number of these transfers that arrived before another transfer of the
-    same server that should have come first. `arrivals` has the seconds from `step()` (or the pull) to each arrival.
+    arrival was observed. `out_of_order` is the number of observed transfers that arrived before a transfer of the same
+    server that should have come first. `arrivals` has the seconds from `step()` (or the pull) to each arrival.
     """
 
     seconds: float

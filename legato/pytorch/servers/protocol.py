@@ -101,8 +101,8 @@ class Command(msgspec.Struct, frozen=True):
 class StepRequest(msgspec.Struct, frozen=True):
     """A request to step: the hyper-parameters of all groups, and the gradients that the script changed after averaging.
 
-    `changed` has (shard index, whether a gradient exists) for each of these gradients; worker 0 sends the existing ones
-    next.
+    `changed` has (shard index, whether a gradient exists) for each changed gradient; worker 0 then sends the gradients
+    that exist.
     """
 
     groups: list[dict[str, Any]]

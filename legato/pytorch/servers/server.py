@@ -8,7 +8,7 @@ worker has called `step()`, and uses the settings of that step.
 [Note: enforced order] The server enforces the order of transfers where TicTac does (section 5.1): at the sender, just
 before the network. Each transfer of an iteration has a number. For each receiver, a counter counts the transfers that
 were launched, and a transfer waits until the counter reaches its number. No transfer waits until another one has
-*arrived*, so they follow each other without a gap.
+*arrived*, so transfers follow each other without a gap.
 """
 
 from __future__ import annotations

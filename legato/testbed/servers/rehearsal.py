@@ -129,7 +129,7 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
         return [trial.row(random_s) for trial in self.trials]
 
     def describe(self) -> str:
-        """Return in words how long computation takes, and how long all transfers take without it."""
+        """Return in words how long computation takes, and how long all transfers take without computation."""
         compute, alone = (format_seconds(s) for s in (self.trials[0].computation_s, self.trials[0].communication_s))
         return f"computation {compute}, pushes and pulls alone {alone}"
 

@@ -41,9 +41,9 @@ def attach(  # noqa: PLR0913
 ) -> tuple[Any, Any]:
     """Average a model's gradients over all ranks as `plan` says.
 
-    This is `legato.distribute` for a plan that exists already, and takes the same arguments; `plan` is a `Plan` or the
-    path of a plan file. Returns the model, wrapped in `DistributedDataParallel` if it was not wrapped yet, and the same
-    optimizer.
+    `attach` is `legato.distribute` for a plan that exists already, and takes the same arguments; `plan` is a `Plan` or
+    the path of a plan file. Returns the model, wrapped in `DistributedDataParallel` if it was not wrapped yet, and the
+    same optimizer.
 
     Raises `InputError` if no process group is initialized or an argument is invalid, and `PlanError` if the plan was
     made for another model. Raises `RankError`, on every rank, if the ranks do not have the same model, plan and
@@ -137,7 +137,7 @@ def attachment(model: nn.Module) -> Attachment:
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """Return the `DistributedDataParallel` that a model is or contains, such as one inside a compiled model, or None.
 
-    Raises `InputError` if there are several.
+    Raises `InputError` if the model contains several.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {type(model).__name__} (expected a torch.nn.Module)")

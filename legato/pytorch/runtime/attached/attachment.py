@@ -159,7 +159,7 @@ class Attachment:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters whose gradients are averaged, by name.
 
-        These are the parameters that required a gradient when legato was attached.
+        Only parameters that required a gradient when legato was attached are averaged.
         """
         return self._parameters
 

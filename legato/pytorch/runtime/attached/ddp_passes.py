@@ -19,7 +19,7 @@ __all__ = ["DdpPasses"]
 class DdpPasses:
     """A counter of the backward passes in which DDP sends gradients.
 
-    It watches the gradients of `parameters`; a few parameters are enough to see where a backward pass ends.
+    The counter watches the gradients of `parameters`; a few parameters are enough to see where a backward pass ends.
     `accumulates()` returns whether the running backward pass adds to any gradient. (A pass of `torch.autograd.grad`
     adds to no gradient, so DDP sends nothing in it.) `ended()` is called after each backward pass that sends, when DDP
     has finished it. `unseen()` is called after a backward pass whose forward pass was not seen.

@@ -191,7 +191,7 @@ def _own_load(before: Any) -> Callable[..., None]:
 
 
 class _WaitingState(defaultdict[Any, Any]):
-    """A stand-in for an optimizer's state while updates wait: any use of it applies them first."""
+    """A stand-in for an optimizer's state while updates wait: any use of the state applies the updates first."""
 
     def __init__(self, optimizer: Optimizer, state: Any) -> None:
         super().__init__(dict)

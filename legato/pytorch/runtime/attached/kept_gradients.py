@@ -1,4 +1,4 @@
-"""Gradients that a program keeps: with `gradient_as_bucket_view`, they move along when buckets change.
+"""Gradients that a program keeps: with `gradient_as_bucket_view`, such gradients move along when buckets change.
 
 With `gradient_as_bucket_view`, DDP keeps each `.grad` in its bucket, as the same tensor in all passes. A program may
 list the gradients once, and from then on read, clip or send them through its list, whatever `zero_grad` does to

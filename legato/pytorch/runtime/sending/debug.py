@@ -59,8 +59,8 @@ class DebugChecks:
     def check(self, bucket: Bucket, passes: int, forwards: int, watchdog: Watchdog) -> None:
         """Run the checks for a bucket that this rank is about to launch.
 
-        `passes` and `forwards` count backward and forward passes in training. Raises `RankError` on every rank if one
-        of them is about to launch another message, or has a gradient that is not finite.
+        `passes` and `forwards` count backward and forward passes in training. Raises `RankError` on every rank if any
+        rank is about to launch another message, or has a gradient that is not finite.
         """
         message = (
             f"message {bucket.index} ({bucket.label}) of backward pass {passes}, {bucket.buffer.nbytes} bytes, "

@@ -1,8 +1,8 @@
 """Packing: copies gradients that have arrived into the buffers of their messages, divided by the number of ranks.
 
 [Note: absent gradients] A rank without a gradient sends zeros. Each parameter has one extra element in its first
-message: 1 on the ranks that had a gradient, and 0 on the others. If the sum of these elements is 0, no rank had a
-gradient; then `.grad` stays as it was (None), as it does in one process.
+message: 1 on the ranks that had a gradient, and 0 on the others. If the sum of a parameter's extra elements is 0, no
+rank had a gradient; then `.grad` stays as it was (None), as it does in one process.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 docs/sharding.md has the papers, and what users see.
 
 [Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk of the buffer. The parts of
-parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for one reduce_scatter after another.
-Meanwhile it updates the shards whose gradients have arrived, with the user's own optimizer, on flat parameters that
-share the model's memory, and writes the new values into the chunk. Then the all_gathers are launched, in the plan's
-order. A parameter waits for its all_gather when it is read.
+parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for one reduce_scatter after another. While
+it waits, `step()` updates the shards whose gradients have arrived, with the user's own optimizer, on flat parameters
+that share the model's memory, and writes the new values into the chunk. Then the all_gathers are launched, in the
+plan's order. A parameter waits for its all_gather when it is read.
 
 [Note: what a rank must not do alone] The reduce_scatters before the first all_gather are launched in the backward pass.
-The other messages are launched, in the plan's order, when `step()` of an optimizer is called; optimizers do not share
+All later messages are launched, in the plan's order, when `step()` of an optimizer is called; optimizers do not share
 buckets. Clipping launches all reduce_scatters first. If a program does not call `step()`, the all_gathers are launched
 before the next backward pass, with the old values. So the order of messages is the same on all ranks if their calls
 have the same order.
@@ -231,7 +231,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the remaining gradients that were sent. Raises `RankError` if something else holds one of them."""
+        """Take the remaining gradients that were sent. Raises `RankError` if something else holds such a gradient."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}

@@ -452,7 +452,7 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
 
 
 def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """Return a parameter's dimensions in the order of memory; None if they are in order already, or not dense.
+    """Return a parameter's dimensions in the order of memory; None if that is their order, or if it is not dense.
 
     A kernel that updates a whole parameter goes through its memory in order, so a kernel that updates a part must, too.
     """

@@ -8,7 +8,7 @@ flight (before `optimizer.step()`), the value is current, and only access to `.g
 other metadata never waits.
 
 [Note: constructors] Functions that make a tensor from any data (listed in `torch.overrides.get_ignored_functions`), and
-the transforms of `torch.func`, read a parameter without asking its class. These functions are replaced by versions that
+the transforms of `torch.func`, read a parameter without asking its class. Such functions are replaced by versions that
 bring their arguments up to date first.
 """
 

@@ -3,8 +3,8 @@
 docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
 wait only if its gate saw the first operation on it in the first forward passes of training. Readers below Python call
 operators that a dispatch mode sees and a gate does not, or no operator at all. If anything is compiled in these passes
-(a function, `torch.cond`), no parameter ever waits. There is one exception: if each pass is one compiled graph, from
-the first line to the last, its parameters wait for the graph, which brings them up to date.
+(a function, `torch.cond`), no parameter ever waits. The exception is a model of which each pass is one compiled graph,
+from the first line to the last: its parameters may wait, because the graph brings them up to date.
 """
 
 from __future__ import annotations
