@@ -89,7 +89,7 @@ def distribute(  # noqa: PLR0913
         current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
             returns, for code that reads parameters where legato cannot see it.
         debug: names of checks during training, separated by commas (`order`, `finite`, `reads`), or True for `order`.
-            If None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
+            If `debug` is None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
             value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.

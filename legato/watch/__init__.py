@@ -67,7 +67,7 @@ class Settings:
 
 
 def become(arguments: Sequence[str], settings: Settings) -> NoReturn:
-    """Replace this process with Python running these arguments, as without legato, except that it is watched."""
+    """Replace this process by a Python process that runs these arguments as without legato, but is watched."""
     if sys.flags.ignore_environment:
         raise InputError("python -E or -I: Python would not load the watcher of the script (expected neither)")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
 
 def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return the nodes in their order; all other nodes that a node needs, except placeholders, come right before it."""
+    """Return the nodes in the given order; other nodes that a node needs, except placeholders, come right before it."""
     done: dict[fx.Node, None] = {}
     for first in nodes:
         stack = [first]

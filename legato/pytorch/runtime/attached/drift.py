@@ -81,7 +81,7 @@ class DriftMonitor:
 
 
 def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
-    """Yield a description of each change: of the rank that changed most, and of the network."""
+    """Yield a description of each change: in the rank that changed most, and in the network."""
     factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
     rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
     if _differs(factors[rank]):

@@ -130,7 +130,7 @@ class Delivery:
             slot.check_cleared()
 
     def pack(self, bucket: Bucket) -> None:
-        """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
+        """Divide the gradients that have arrived by the number of ranks, and copy them to the bucket."""
         if not bucket.writable:
             self._prepare_buffer(bucket)
         self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if slot.gradient != EARLY])

@@ -1,4 +1,4 @@
-"""Packing: copies gradients that have arrived into the buffers of their messages, divided by the number of ranks.
+"""Packing: divides gradients that have arrived by the number of ranks, and copies them to the buffers of messages.
 
 [Note: absent gradients] A rank without a gradient sends zeros. Each parameter has one extra element in its first
 message: 1 on the ranks that had a gradient, and 0 on the others. If the sum of a parameter's extra elements is 0, no
@@ -23,7 +23,7 @@ PACK_BYTES = 2**20
 
 
 def pack(bucket: Bucket, ranks: int) -> list[Slot]:
-    """Pack the gradients that have arrived into a bucket; return the parameters whose gradients are now all packed."""
+    """Pack a bucket's gradients that have arrived; return the parameters whose gradients are now all packed."""
     arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
     small: list[tuple[Tensor, Tensor]] = []  # views of the bucket, and their gradients
     with gate.invisible():

@@ -9,10 +9,10 @@ that share the model's memory, and writes the new values into the chunk. Then th
 plan's order. A parameter waits for its all_gather when it is read.
 
 [Note: what a rank must not do alone] The reduce_scatters before the first all_gather are launched in the backward pass.
-All later messages are launched, in the plan's order, when `step()` of an optimizer is called; optimizers do not share
-buckets. Clipping launches all reduce_scatters first. If a program does not call `step()`, the all_gathers are launched
-before the next backward pass, with the old values. So the order of messages is the same on all ranks if their calls
-have the same order.
+All messages from the first all_gather on are launched, in the plan's order, when `step()` of an optimizer is called;
+optimizers do not share buckets. Clipping launches all reduce_scatters first. If a program does not call `step()`, the
+all_gathers are launched before the next backward pass, with the old values. So the order of messages is the same on all
+ranks if all ranks make the same calls in the same order.
 
 [Note: gradients] After the step, `.grad` is a NaN without memory of its own, so that neither a reader nor another
 backward pass mistakes it for a gradient.
@@ -231,7 +231,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the remaining gradients that were sent. Raises `RankError` if something else holds such a gradient."""
+        """Take the remaining sent gradients. Raises `RankError` if something else holds a sent gradient."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
