@@ -65,8 +65,8 @@ def distribute(  # noqa: PLR0913
 
     Call `distribute` on every rank, in a script that was started with torchrun, after
     `torch.distributed.init_process_group`. The model stays a `DistributedDataParallel`. If legato cannot handle a pass,
-    DDP sends the gradients of that pass, and a line on standard error says so. `legato.attachment(model)` returns what
-    legato does for the model.
+    DDP sends the gradients of that pass, and a line on standard error says so. `legato.attachment(model)` returns an
+    object that shows and controls what legato does for the model.
 
     Args:
         model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one, such as a compiled model. Any
@@ -90,7 +90,7 @@ def distribute(  # noqa: PLR0913
             returns, for code that reads parameters where legato cannot see it.
         debug: names of checks during training, separated by commas (`order`, `finite`, `reads`), or True for `order`.
             If `debug` is None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
-        flight_dir: the directory for the record of the last messages after a failure. If None, the directory is the
+        flight_dir: the directory for the record of the last messages after a failure. If it is None, this is the
             value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
         options: arguments of `DistributedDataParallel` for a module that is not wrapped yet.

@@ -79,8 +79,8 @@ def run_servers(
 def weights_equal(result: ModelResult) -> bool:
     """Return whether the trained weights are equal.
 
-    With two workers, they must be equal bit for bit, because a sum of two has only one order. With more workers, small
-    differences are allowed.
+    With two workers, the weights must be equal bit for bit, because a sum of two has only one order. With more workers,
+    small differences are allowed.
     """
     return result.max_relative_difference <= (0.0 if result.cluster.workers == 2 else TOLERANCE)
 

@@ -244,8 +244,8 @@ class _TwoWays:
     """A graph that is compiled as DDP compiles it (`compile_graph`), and in the second way of each DDP that runs it.
 
     dynamo shares a graph between modules of one class. The graph is compiled at once in the way that the first pass
-    needs, as a part of dynamo's compilation. In another way, the graph is compiled when a pass first needs this way; if
-    that would be impossible, it is compiled at once.
+    needs, as a part of dynamo's compilation. In its other ways, the graph is compiled when a pass first needs them, or
+    at once if later would be impossible.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:

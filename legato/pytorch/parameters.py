@@ -2,7 +2,7 @@
 
 [Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`.
 Wrappers do not appear in the names of parameters. So a plan, a workload or a checkpoint of one form of the model fits
-all others. `named_parameters` makes all names.
+all other forms. `named_parameters` makes all names.
 
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
 parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). Once a parameter

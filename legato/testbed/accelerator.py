@@ -3,14 +3,14 @@
 `EmulatedModel` is a module with the workload's parameters. The model's forward pass reads its parameters where the
 workload's ops do. The model's backward pass produces gradients of the real sizes, in the workload's order, through
 autograd, so hooks, buckets and reducers work as in any training. Between reads and gradients nothing is computed: the
-host sleeps until the emulated device is done. `EmulatedOptimizer` takes the time of the optimizer's ops in the same
-way. The models do not learn, because gradients are constants.
+host sleeps until the emulated device is done. `EmulatedOptimizer` also sleeps for the time of its ops. The models do
+not learn, because gradients are constants.
 
 [Note: the device's clock] A host launches work on an accelerator and runs ahead of it. The device is idle only while it
 waits for a gradient or a parameter. Therefore the end of an op is *planned*: it is the end of the previous op plus the
-op's duration. The host sleeps until that time. If the host wakes up too late, or was busy with packing a message, the
-planned end of the next op does not move. Only a wait for the network moves the planned end. `ask` and `meet` enclose a
-wait for the network: if the wait took time, the device cannot have started the next op before the wait ended.
+op's duration. The host sleeps until the planned end. If the host wakes up too late, or was busy with packing a message,
+the planned end of the next op does not move. Only a wait for the network moves the planned end. `ask` and `meet`
+enclose a wait for the network: if the wait took time, the device cannot have started the next op before the wait ended.
 """
 
 from __future__ import annotations

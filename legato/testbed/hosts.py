@@ -20,9 +20,9 @@ interfaces.
 bucket is too small, the timer refills it too late for the rate. TCP passes down segments of up to 64 KiB, which tbf has
 to split if they do not fit into the bucket, and a segment costs the same CPU time at any size. Segments therefore last
 half a millisecond (at most 64 KiB), and a bucket holds two segments, or one millisecond: 125 KB at 1 Gbit. On two
-cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers leave. With both cores busy, they
-carry 95, 93 and 90%. With segments of an eighth of a millisecond, they would carry 94, 91 and 84%, and need ten times
-as long in soft interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
+cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers leave. With both cores busy, the
+links carry 95, 93 and 90%. With segments of an eighth of a millisecond, they would carry 94, 91 and 84%, and need ten
+times as long in soft interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
 
 [Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's
 setting is. Machines of some clouds use BBR, which paces its sends by its own
@@ -116,8 +116,8 @@ class Hosts:
     def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program inside host i, with the `options` of `subprocess.Popen`.
 
-        The returned process waits for the program and has the same exit status. Killing
-        it also kills the program. Ctrl-C does not reach it.
+        The returned process waits for the program and has the same exit status. Killing the returned process also kills
+        the program. Ctrl-C does not reach it.
         """
         spaces = f"--pid=/proc/{self._holders[0].pid}/ns/pid_for_children"
         command = [*self._inside(range(self.count)[i] + 1), spaces, "setpriv", "--pdeathsig", "KILL", *arguments]
@@ -261,7 +261,7 @@ def _environment() -> dict[str, str]:
 
 
 def _is_capable() -> bool:
-    """Return whether this process may create network namespaces itself. Root may, but not in most containers."""
+    """Return whether this process may create network namespaces itself, as root usually may outside containers."""
     effective = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
     return int(effective, 16) & _CAPABILITIES == _CAPABILITIES
 

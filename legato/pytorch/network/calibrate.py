@@ -1,8 +1,8 @@
 """Measures the costs of a process group's collectives.
 
 [Note: in a stream] Training sends one message after another, and packs the next one while the previous one is in
-flight. Calibration measures messages in the same way: it launches several messages in order through the runtime's own
-channel, and divides their total time by their number.
+flight. Calibration measures messages as training sends them: it launches several messages in order through the
+runtime's own channel, and divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
 it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part of a

@@ -10,8 +10,8 @@ The thread ends with the channel. At its end, a process waits for the thread, un
 rank that is gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
-report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, and
-with them the errors are lost.
+report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, so
+error feedback loses them there.
 """
 
 from __future__ import annotations

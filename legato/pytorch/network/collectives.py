@@ -8,7 +8,7 @@ parts of a chunk are sent as soon as its last sum is complete, while the next ch
 [Note: receives first] gloo moves bytes when both ends have posted the transfer, so all receives of a message are posted
 before its first send. Summands are received into scratch memory. Results are received directly into their place in the
 tensor. A received result overwrites nothing that is still to be sent: it contains this rank's contribution, so the
-other end has received that already.
+other end has already received that contribution.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
 the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.

@@ -104,7 +104,7 @@ def measure_contention(
 
     `cluster` has the costs of messages alone; `pack_s_per_byte` is the cost of packing. Returns the contention, which
     is the same on all ranks, and the seconds of `compute()` alone. The time of `compute()` is the median over
-    repetitions, each timed on its slowest rank, because the other ranks wait for this rank in training.
+    repetitions, each timed on its slowest rank, because the other ranks wait for the slowest rank in training.
     """
     cost = cluster.cost()
     compute()

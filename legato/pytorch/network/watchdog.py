@@ -101,8 +101,8 @@ class Watchdog:
     def meet(self, what: str) -> None:
         """Record that this rank begins `what`, where it waits for all ranks; a rank that skips this call fails.
 
-        [Note: meetings] The thread publishes how many such calls and how many backward passes this rank has made.
-        Another rank that has made fewer calls but more passes has skipped the call.
+        [Note: meetings] The watchdog's thread publishes how many such calls and how many backward passes this rank has
+        made. Another rank that has made fewer calls but more passes has skipped the call.
         """
         self._meetings += 1
         if self.size > 1:
@@ -334,7 +334,10 @@ class FlightRecorder:
         self._events.append((time.time(), event, number, message, label))
 
     def write(self, reason: str, others: Mapping[int, str]) -> str:
-        """Write the record; return its path, or why it could not be written. Never raises, to hide no failure."""
+        """Write the record; return its path, or why it could not be written.
+
+        Never raises an error, so that no failure is hidden.
+        """
         path = self._directory / f"legato-flight-rank{self.rank}-{os.getpid()}.jsonl"
         lines = [{"time": time.time(), "rank": self.rank, "failure": reason, "others": dict(others)}]
         lines += [

@@ -38,7 +38,7 @@ class ModuleObserver:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch one forward and one backward pass, which run inside."""
+        """Watch one forward and one backward pass, which run inside this context."""
         with ExitStack() as stack:
             for path, module in self._modules.items():
                 self._hook(path, module, stack)

@@ -6,10 +6,10 @@ has not been added to `.grad` yet. `after` runs when all hooks of the user have 
 later (as in DDP). `before` and `after` also run when the gradient is None. An AccumulateGrad node lives while something
 refers to it.
 
-[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. Then the
-first gradient may come from the inner pass, which ends before the outer pass. The outer pass is therefore detected
-where it begins: at the output of the model. (If the loss depends on the parameters but not on the model's output, the
-pass is detected at its first gradient.)
+[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. With such
+checkpointing, the first gradient may come from the inner pass, which ends before the outer pass. The outer pass is
+therefore detected where it begins: at the output of the model. (If the loss depends on the parameters but not on the
+model's output, the pass is detected at its first gradient.)
 """
 
 from __future__ import annotations

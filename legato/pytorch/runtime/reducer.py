@@ -1,4 +1,4 @@
-"""The reducer: receives gradients from autograd, and sends the buckets into which they are packed in one fixed order.
+"""The reducer: receives gradients from autograd, packs them into buckets, and sends these in one fixed order.
 
 Nothing that happens on one rank alone can change the order of messages. docs/runtime.md ("The same order on every
 rank") has the proof.

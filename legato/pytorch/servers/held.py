@@ -115,7 +115,7 @@ class HeldState:
         self._updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def configure(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Apply the hyper-parameters of all groups. Raises `RankError` if the number of groups differs."""
+        """Apply the hyper-parameters of all groups. Raises `RankError` if there are more or fewer groups here."""
         if len(groups) != len(self._optimizer.param_groups):
             here = len(self._optimizer.param_groups)
             raise RankError(f"the optimizer has {count(len(groups), 'group')} on the workers, {here} on a server")

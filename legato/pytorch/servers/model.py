@@ -61,7 +61,7 @@ class _Measured(nn.Module):
 
     @contextmanager
     def measure(self, arrivals: bool = True) -> Iterator[list[Iteration]]:
-        """Record the iterations inside the block, each from one forward pass to the next; the list grows as they end.
+        """Yield a list to which each iteration in the block, from one forward pass to the next, is appended.
 
         `arrivals` says whether to observe the order of transfers, which needs part of a CPU core.
         """

@@ -1,9 +1,9 @@
 """Measure the cost of pushes and pulls between the ranks' hosts, with legato's runtime as in training.
 
-The calibration trains models of equal tensors without computation. An iteration then consists of all pushes, the
-servers' turn, and all pulls, and all workers start it together. The slowest links are the links of servers, or the
-links of workers if there are more servers than workers. The messages and bytes on the slowest links are known, and a
-linear fit gives the cost of a message, a byte and a turn.
+The calibration trains models of equal tensors without computation. Without computation, an iteration consists of all
+pushes, the servers' turn, and all pulls, and all workers start it together. The slowest links are the links of servers,
+or the links of workers if there are more servers than workers. The messages and bytes on the slowest links are known,
+and a linear fit gives the cost of a message, a byte and a turn.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Prediction(msgspec.Struct, frozen=True):
 def own_updates(workload: Workload) -> Workload:
     """Return the workload with one optimizer op per tensor, because each server updates only its tensors.
 
-    The time of the optimizer is divided by bytes.
+    The time of the optimizer is divided among the tensors in proportion to their bytes.
     """
     kept = [i for i, op in enumerate(workload.ops) if op.phase != "optimizer"]
     if any(workload.ops[d].phase == "optimizer" for i in kept for d in workload.ops[i].deps):
@@ -188,7 +188,7 @@ class _RuntimeFabric(Servers):
         return graph.join(sent)[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send updated parameters to each worker in its order: each is sent when the previous one has arrived."""
+        """Send updated parameters to each worker in its order: each one is sent when the one before has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         servers = topology.server(fragments.server)[:, None]

@@ -305,7 +305,7 @@ class Attachment:
     def trace(self) -> Iterator[list[Timeline]]:
         """Measure the iterations inside the context.
 
-        The list is filled when the context ends, with one timeline for each iteration that legato ran.
+        The yielded list is filled when the context ends, with one timeline for each iteration that legato ran.
         """
         found: list[Timeline] = []
         self.flush()
@@ -389,8 +389,8 @@ class Attachment:
     def _choose(self) -> None:
         """Decide whether DDP or legato runs the pass that begins, from facts that all ranks know; nothing is sent.
 
-        Plans usually change at the end of a backward pass, because one rank may run a forward pass alone. A change to
-        or from a sharded plan happens before a forward pass, because gradients cannot move.
+        Plans usually change at the end of a backward pass, which all ranks run; one rank alone may run a forward pass.
+        A change to or from a sharded plan happens before a forward pass, because gradients cannot move.
         """
         if not self.reason and (reason := self._pass_reason()):
             self._leave_to_ddp(reason)

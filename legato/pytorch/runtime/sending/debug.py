@@ -60,7 +60,7 @@ class DebugChecks:
         """Run the checks for a bucket that this rank is about to launch.
 
         `passes` and `forwards` count backward and forward passes in training. Raises `RankError` on every rank if any
-        rank is about to launch another message, or has a gradient that is not finite.
+        rank is about to launch a different message, or has a gradient that is not finite.
         """
         message = (
             f"message {bucket.index} ({bucket.label}) of backward pass {passes}, {bucket.buffer.nbytes} bytes, "

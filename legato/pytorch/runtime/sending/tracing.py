@@ -129,8 +129,8 @@ class Tracer:
 def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
     """Measure the iterations of a `DistributedDataParallel` model, which is possible only once for each model.
 
-    A communication hook runs the same all-reduce as DDP, so that it can be timed. The list is filled when the context
-    ends.
+    A communication hook runs the same all-reduce as DDP, so that it can be timed. The yielded list is filled when the
+    context ends.
     """
     ddp: Any = model
     group = ddp.process_group  # DDP's reducer holds the hook below for good, so the hook must not hold the model

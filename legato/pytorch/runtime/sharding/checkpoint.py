@@ -157,9 +157,9 @@ class OptimizerState:
         torch.distributed.checkpoint.save(state, checkpoint_id="...")
 
     If the optimizer is sharded, each rank saves and loads only its own shards. The checkpoint has the form that torch's
-    `get_optimizer_state_dict` returns. So the checkpoint can be loaded on another number of ranks, under another plan,
-    sharded or not, and by torch without legato. `model` is the model that `legato.distribute` has returned, or any
-    other model whose optimizers are not sharded.
+    `get_optimizer_state_dict` returns. So the checkpoint can be loaded on a different number of ranks, under another
+    plan, sharded or not, and by torch without legato. `model` is the model that `legato.distribute` has returned, or
+    any other model whose optimizers are not sharded.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -330,7 +330,7 @@ def _entries(
 def _elements(
     value: Tensor, held: list[Shard], flats: list[Tensor] | None, begins: Tensor | None = None
 ) -> LocalShards:
-    """Return an entry of a parameter that has a value like `value` for each element."""
+    """Return an entry that has a value like `value` for each element of a parameter."""
     slot, ranges = held[0].piece.slot, [(shard.piece.start, shard.piece.stop) for shard in held]
     return LocalShards(slot.parameter.shape, value.dtype, value.device, ranges, flats, begins, slot.order)
 
@@ -359,7 +359,7 @@ def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
-    """Return shard i's part of an entry; `like` is a stand-in's entry. Each shard gets its own copy of a number."""
+    """Return shard i's part of an entry (a copy if it is one number); `like` is a stand-in's entry."""
     if isinstance(value, LocalShards):
         assert value.flats is not None
         is_number = isinstance(like, Tensor) and not like.dim()

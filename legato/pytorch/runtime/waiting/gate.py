@@ -285,7 +285,7 @@ def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class invisible:
-    """A context for computing unseen by the user's autograd graph, by gates and by dispatch modes."""
+    """A context in which computation is invisible to the user's autograd graph, to gates and to dispatch modes."""
 
     __slots__ = ("_gradients", "_modes", "_overrides")
 

@@ -2,9 +2,9 @@
 
 docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
 wait only if its gate saw the first operation on it in the first forward passes of training. Readers below Python call
-operators that a dispatch mode sees and a gate does not, or no operator at all. If anything is compiled in these passes
-(a function, `torch.cond`), no parameter ever waits. The exception is a model of which each pass is one compiled graph,
-from the first line to the last: its parameters may wait, because the graph brings them up to date.
+operators that a dispatch mode sees and a gate does not, or no operator at all. If anything is compiled in the first
+passes (a function, `torch.cond`), no parameter ever waits. The exception is a model of which each pass is one compiled
+graph, from the first line to the last: its parameters may wait, because the graph brings them up to date.
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ _finalizers: dict[int, Finalize] = {}  # by process
 def settle_before_leaving(reducer: Any) -> None:
     """Call `reducer.settle()` before this process forks, and before it ends.
 
-    A child cannot wait for messages. A process of `multiprocessing` does not wait for its threads when it ends, so the
-    messages that they are sending would be lost.
+    A child process cannot wait for the messages of its parent. A process of `multiprocessing` does not wait for its
+    threads when it ends, so the messages that they are sending would be lost.
     """
     _reducers.add(reducer)
     if os.getpid() not in _finalizers:
