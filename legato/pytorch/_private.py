@@ -151,7 +151,7 @@ def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
 
 
 def runs_compiled() -> bool:
-    """Return whether dynamo compiles the functions that the caller calls, because code above it was compiled."""
+    """Return whether dynamo compiles the functions that the caller calls, because code up the stack was compiled."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 

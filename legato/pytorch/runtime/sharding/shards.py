@@ -79,7 +79,7 @@ def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> N
 
 @dataclass(eq=False, slots=True)
 class Shard:
-    """A part of a parameter that this rank updates, as a flat parameter."""
+    """The part of a parameter that this rank updates, as a flat parameter."""
 
     piece: BucketSlice
     at: int  # its place in the chunk
