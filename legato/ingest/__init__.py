@@ -1,8 +1,8 @@
-"""Importers (floor 1), which turn foreign traces into a `Workload` and a measured `Timeline`.
+"""Importers (floor 1 in docs/design.md) turn traces of other programs into a `Workload` and a measured `Timeline`.
 
-`kineto` reads traces of the PyTorch profiler, `execution_trace` joins them with PyTorch execution traces, `chakra`
-reads and writes MLCommons Chakra, and `send_trace` the CSV traces of the Network Operator Edition. All importers
-produce the values of `traced`, from which `assemble` builds the workload.
+`kineto` reads traces of the PyTorch profiler, and `execution_trace` joins them with PyTorch execution traces. `chakra`
+reads and writes MLCommons Chakra; `send_trace` reads and writes the CSV traces of the Network Operator Edition. All
+importers produce the values of `traced`, from which `assemble` builds the workload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FORMATS", "Format"]
 
 
 class Format(NamedTuple):
-    """A format of traces, with a function that reads one worker's workload, and one that reads all workers' program.
+    """A format of traces, with a function that reads one worker's workload, and maybe one for the program of all ranks.
 
     Each function is written as `module:name` below `legato.ingest`. The arguments of a function are the files, and its
     options as keywords.
@@ -28,7 +28,7 @@ class Format(NamedTuple):
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function that reads a workload, or with `program`, the one that reads a program, if it exists."""
+        """Return the function that reads a workload or, with `program`, the one for programs if there is one."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

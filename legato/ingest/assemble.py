@@ -30,8 +30,8 @@ def assemble(
     With `keep_idle`, the duration of an op includes the time for which the device waited for its launch, because no
     plan can avoid that wait. The optimizer's time is divided among the tensors in proportion to their bytes, as if each
     parameter were updated when its gradient arrives. `together` are ops of the optimizer that need all gradients, and
-    without which no parameter is updated. Raises `InputError` without a gradient, or without a backward op that could
-    produce one.
+    that precede the update of every parameter. Raises `InputError` if there is no gradient, or no computation in the
+    backward pass.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -96,7 +96,7 @@ def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes:
 
 
 def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the forward op that reads each gradient's parameter, if backward mirrors the forward pass.
+    """Return, for each gradient, the forward op that reads its parameter if backward mirrors the forward pass.
 
     Positions are measured in time: if a gradient is ready after a share f of the
     backward pass, its parameter is first read after a share 1 - f of the forward

@@ -1,8 +1,8 @@
 """Read Chrome trace JSON event by event, so that a file of a gigabyte needs only the memory of a few blocks.
 
 [Note: splitting JSON at guessed places] The array of events is split into runs of a few MiB, and a strict decoder
-decodes each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If the guess is inside a string or
-inside an event, quotes or brackets are still open there. The run before a wrong guess, put in brackets, is not valid
+decodes each run as a whole. The place of a split is guessed: a `}`, a comma and a `{`. If the guess is inside a string
+or inside an event, quotes or brackets are still open there. The run before a wrong guess, put in brackets, is not valid
 JSON, so the next guess is tried. A run that decodes therefore ends between two events, and every accepted file would
 also pass a decoder of the whole file.
 
@@ -42,7 +42,7 @@ _NAME = (
 _STRING = re.compile(rb':\s*"'), re.compile(rb'(?<!\\)"(?=\s*(?:[}\]]|,\s*"[^"]{0,200}"\s*:))')
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", **{c: b"\\u%04x" % c for c in range(32)}}
 _PLACE = re.compile(r"[$]\[(\d+)\]")
-#: A longer event or header is an error.
+#: An event or header of more bytes is an error.
 _LONGEST_BYTES = 64 * 2**20
 _TRIES = 64
 
@@ -57,8 +57,8 @@ class Header(msgspec.Struct):
 def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
     """Yield the events of a trace file in file order, and fill in `header`.
 
-    The file must contain an object with `traceEvents`, or a bare array. Any other content raises `FileError` with one
-    line.
+    The file must contain an object with `traceEvents`, or a bare array. Any other content raises `FileError`, with a
+    message of one line.
     """
     reader = _Reader(path, kind, header)
     for block in read_blocks(path, progress):
@@ -98,7 +98,7 @@ def _splits(data: bytes) -> Iterator[int]:
 
 
 class _Reader(Generic[Event]):
-    """A decoder: the bytes that are not decoded yet, and whether their array is in an object."""
+    """A decoder of one file, with the bytes still to be decoded. The array of events may be in an object or bare."""
 
     def __init__(self, path: Path, kind: type[Event], header: Header) -> None:
         self._path = path

@@ -37,7 +37,7 @@ _NOT_NAMED = {"", "default_pg", "undefined"}
 class Joint(NamedTuple):
     """A communication: the ranks of its group (empty if unknown), and its index among each rank's transfers.
 
-    The group of a send has the sender, then the receiver.
+    The group of a send lists the sender first, and then the receiver.
     """
 
     kind: str
@@ -69,7 +69,7 @@ def matched(transfers: Transfers) -> list[Joint]:
 
 
 def _check_same_number(group: tuple[int, ...], ranks: Sequence[int], numbers: Mapping[int, Sequence[int]]) -> None:
-    """Raise `InputError` unless all these ranks, and no others, have the same number of the group's communications."""
+    """Raise `InputError` unless exactly these ranks take part in the group's communications, all equally often."""
     if outside := [rank for rank in numbers if rank not in ranks]:
         raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
     most = max(numbers, key=lambda rank: len(numbers[rank]))
@@ -109,7 +109,7 @@ def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
 def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> None:
     """Raise `InputError` if the traces of a job of `number` ranks do not fully describe some communication.
 
-    If `grouped` is True, some communications are among fewer ranks.
+    `grouped` says whether the job has communications in groups of fewer ranks.
     """
     for rank, own in transfers.items():
         for transfer in own:
@@ -158,7 +158,7 @@ def _carries_gradients(same: Sequence[TracedTransfer]) -> bool:
 
 
 def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], notes: Notes) -> int:
-    """Return the bytes of a communication on each of its ranks; the most for an all-to-all of unequal parts."""
+    """Return a communication's bytes on each rank, or on the rank with the most bytes if an all-to-all is unequal."""
     sizes = [t.nbytes or 0 for t in same]
     if min(sizes) < max(sizes):
         if kind != "all_to_all":
@@ -169,7 +169,7 @@ def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], 
 
 
 def _named(purpose: str) -> str:
-    """Return the kind that the program's name of a group implies, or otherwise this name ("" if there is none)."""
+    """Return the kind of communication that a group's name implies, or else the name itself ("" if it says nothing)."""
     name = purpose.lower()
     words = set(re.split(r"[^a-z]+", name))
     kinds = [kind for kind, known in _WORDS.items() if words & known]

@@ -93,7 +93,7 @@ def import_execution_traces(
 ) -> Imported:
     """Import pairs of an execution trace and a profiler trace, one pair per rank.
 
-    The first execution trace belongs to the first profiler trace and so on, however the two kinds are mixed in `paths`.
+    In whatever order `paths` mixes the two kinds, the n-th execution trace belongs to the n-th profiler trace.
     Raises `InputError` if the numbers of the two kinds differ, and `FileError` if the traces of a pair have no operator
     in common.
     """
@@ -152,7 +152,7 @@ class _Graph:
                 self._nodes[record] = node
 
     def describe(self, trace: Trace) -> None:
-        """Add the shapes of operators that determine sizes, if the profiler did not record them.
+        """Add the shapes that determine bytes of gradients and collectives, if the profiler did not record them.
 
         Raises `FileError` if the two traces are of different processes.
         """
@@ -185,7 +185,7 @@ class _Graph:
                 columns.describe(row, Arguments(dims=_raw(shapes[0]), types=_raw(types[:1] * len(shapes[0]))))
 
     def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
-        """Return the step's ops with their dependencies. An op outside known operators depends on the op before it."""
+        """Return the step's ops with their dependencies. An op of no known operator depends on the previous op."""
         interval = step.interval.start_s, step.interval.end_s
         nodes = _innermost(step, self._by_row(step.trace, step.trace.operator, *interval))
         writer: dict[int, int] = {}

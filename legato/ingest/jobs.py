@@ -16,7 +16,7 @@ from legato.ingest.traced import Imported
 
 __all__ = ["import_jobs"]
 
-#: One job before a change, and one after it.
+#: The most jobs: one before a change, and one after it.
 _MOST_JOBS = 2
 
 

@@ -112,7 +112,7 @@ class Transfers:
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
-        """Return the kind of a collective from the names of its kernel, marks and operators; the last has priority."""
+        """Return the kind of a collective from names of its kernel, marks and operators; later names have priority."""
         if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
             return told
         found = "unknown"
@@ -146,7 +146,7 @@ def is_integer(name: Any) -> bool:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` for none."""
+    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` if empty."""
     if not ranks:
         return "all ranks"
     steps = {b - a for a, b in itertools.pairwise(ranks)}
@@ -168,7 +168,7 @@ def tensor_bytes(dims: Any, types: Any) -> int | None:
 
 
 def tensor_elements(shape: Any) -> int | None:
-    """Return the elements of a tensor of this shape, or of all tensors in a list of shapes. Otherwise, return None."""
+    """Return the number of elements of a shape, or of all shapes in a list; None if the value is neither."""
     if not isinstance(shape, list):
         return None
     shapes = shape if shape and all(isinstance(s, list) for s in shape) else [shape]

@@ -37,8 +37,8 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     """Return a cluster with the cost of an all-reduce fitted to the all-reduces of a traced job.
 
     If the traces tell which group shares gradients, only this group's all-reduces count. For each number of bytes, the
-    median time without waits for late ranks counts. If the waits are not known, the fastest time counts, because waits
-    only make a collective longer. `workers` is the number of workers, in case the traces do not tell it. Raises
+    fit uses the median time without waits for late ranks. If the waits are not known, it uses the fastest time, because
+    waits only make a collective longer. `workers` is the number of workers, in case the traces do not tell it. Raises
     `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
@@ -59,7 +59,7 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
 
 def doubt(cluster: Cluster) -> str:
-    """Return why no network can have the cost that was fitted to a trace, or "" if one can.
+    """Return why no network can have the cost that was fitted to a trace, or "" if the cost is possible.
 
     A tree of n workers takes 2 log(n) steps. A ring takes 2(n-1) steps, in which each worker sends 2(n-1)/n of the
     bytes in all.

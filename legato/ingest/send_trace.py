@@ -142,7 +142,7 @@ def _patterns(drop: Sequence[str] | None) -> list[re.Pattern[str]]:
 
 
 def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str]]) -> list[Send]:
-    """Return the gradients of one worker in the order of time, filtered as in section 5."""
+    """Return the gradients of one worker, sorted by time and filtered as in section 5."""
     if after is not None:
         moments = [s.time_s for s in sends if _plain(s.parameter) == _plain(after)]
         if not moments:

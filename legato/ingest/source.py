@@ -120,7 +120,7 @@ def named(paths: Sequence[Path]) -> str:
 def refusals_name_files(
     read: Callable[Concatenate[Sequence[Path], Options], Result],
 ) -> Callable[Concatenate[Sequence[Path], Options], Result]:
-    """Return the reader, with the names of its files added to errors that name no file."""
+    """Return the reader, wrapped to add the names of its files to errors that name no file."""
 
     @functools.wraps(read)
     def named_read(paths: Sequence[Path], /, *args: Options.args, **options: Options.kwargs) -> Result:

@@ -145,11 +145,11 @@ class RankMeasure:
     `computation_s` C is the time in which the device computes, and `communication_s` N the time in which the network
     transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time for
     which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
-    which such waits happened and nothing else. In the remaining time, `idle_s`, the device waited for its host. So C +
-    exposed N + exposed waiting + idle = T. `undelayed_s` is T without the time by which late ranks delayed computation
-    that had already been launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and Caramel.
-    `host_overlap` is the overlap that a plan can change: alpha, where the device's waits for its host count as
-    computation, and waits for late ranks do not count. `kinds` divides N and exposed N by kinds of collectives. The
+    which only such waits happened. In the remaining time, `idle_s`, the device waited for its host. So the step takes
+    T = C + exposed N + exposed waiting + idle. `undelayed_s` is T without the time by which late ranks delayed
+    computation that was already launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and
+    Caramel. `host_overlap` is the overlap that a plan can change: alpha without waits for late ranks, and with the
+    device's waits for its host counted as computation. `kinds` divides N and exposed N by kinds of collectives. The
     kind `wait` is the time in which an operator still waits for a collective that has already ended in the trace.
     """
 
@@ -175,7 +175,7 @@ class ShardedGroup:
     """A group of FSDP2 in a step: one call of `fully_shard`, with the bytes of all ranks. The root has no modules.
 
     `reshard` is the apparent value of `reshard_after_forward`: False if the group was not gathered in the backward
-    pass. `ahead` says how many groups before its own hook the group is gathered, in the forward and in the backward
+    pass. `ahead` says by how many groups the gather precedes the group's own hook, in the forward and in the backward
     pass. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each module,
     in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
     """
@@ -197,9 +197,9 @@ class Sharded:
     """The groups of FSDP2 in the order of the forward pass, with their costs.
 
     Times are for one micro-batch, as medians over the steps. `root_s` are the (forward, backward) times of computation
-    outside all groups, before the first group and after each group. The samples (bytes of all ranks, seconds) are of
-    all-gathers over `ranks`, of all-gathers over fewer ranks, and of reduce-scatters. `odd` names something in the
-    trace that the rules of FSDP2 do not cover, or is "".
+    outside all groups, before the first group and after each group. The samples (bytes of all ranks, seconds) are in
+    three lists: all-gathers over `ranks`, all-gathers over fewer ranks, and reduce-scatters. `odd` names something in
+    the trace that the rules of FSDP2 do not cover, or is "".
     """
 
     groups: tuple[ShardedGroup, ...]
@@ -263,6 +263,6 @@ class Imported:
 
     @property
     def gradients_group(self) -> tuple[int, ...]:
-        """Return the ranks among which all gradients are reduced, or () if there are several groups, or none known."""
+        """Return the ranks among which all gradients are reduced, or () if several groups or none are known."""
         groups = {transfer.group for transfer in self.transfers if transfer.carries_gradients}
         return next(iter(groups)) if len(groups) == 1 else ()

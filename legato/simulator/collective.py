@@ -1,11 +1,11 @@
 """Simulation by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
 Planners use the same model (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the plan's order:
-each message starts when the previous message has ended and all tensors of this message are ready. An all-reduce of n
-bytes takes the cost of its collective, or, in chunks, the time that `legato.simulator.pipelining` computes. If an
-all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half of the time,
-alpha/2 + beta/2 * n. However, the time to add up gradients belongs to the first half. Some collectives have no halves
-(`UNDIVIDED`). The `server` of a message has no effect at this fidelity.
+each message starts when the previous message has ended and all tensors of this message are ready. The cost of its
+collective gives the time of an all-reduce of n bytes; for an all-reduce in chunks, `legato.simulator.pipelining`
+computes the time. If an all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half
+takes half of the time, alpha/2 + beta/2 * n, but only the first half includes the time to add up gradients. Some
+collectives cannot be split (`UNDIVIDED`). The `server` of a message has no effect in this simulation.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs
 exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines the dependencies
@@ -42,7 +42,7 @@ from legato.simulator.pipelining import message_s, second_half_s
 
 __all__ = ["LEAST_PACE", "iteration_time", "simulate"]
 
-#: The least pace of computation, however much a message takes from it.
+#: The lowest pace to which a message can slow computation down, relative to computation alone.
 LEAST_PACE = 0.05
 _UNKNOWN = -1.0
 _UNPACKING = -1  # the stream runs no op, but unpacks messages
@@ -53,7 +53,7 @@ class _Priced(NamedTuple):
     """A message with its costs: its tensors, the ops for which it waits, and the seconds that it occupies the network.
 
     In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + the number of
-    tensors. During computation, the message takes `delay_s` longer, and computation loses `overhead_s`.
+    tensors. Next to computation, the message takes `delay_s` longer, and computation loses `overhead_s`.
     """
 
     tensors: list[int]
@@ -147,7 +147,7 @@ def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list
 
 
 def _seconds(cluster: Cluster, message: Message) -> float:
-    """Return a message's seconds on the network. Raises `InputError` if its collective is missing or lacks halves."""
+    """Return a message's seconds on the network. Raises `InputError` if its collective is missing or indivisible."""
     name, way = message.collective or cluster.default_collective, (message.depth, message.wire_nbytes)
     seconds = message_s(cluster, name, *way)
     if message.kind == "all_reduce":
@@ -159,7 +159,7 @@ def _seconds(cluster: Cluster, message: Message) -> float:
 
 
 def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
-    """Add a slice to sorted spans that it does not overlap. Adjacent spans become one span."""
+    """Add a slice to sorted spans, none of which it overlaps. Adjacent spans become one span."""
     start, stop = piece.start, piece.stop
     k = bisect(spans, (start, stop))
     if k < len(spans) and spans[k][0] == stop:
@@ -194,7 +194,7 @@ class _Run:
 
     One cursor goes over the ops in execution order, and another cursor over the messages. Each cursor advances as far
     as the times that it needs are known. All times are maxima and sums of earlier times, so it does not matter which
-    cursor advances first. If neither cursor can advance, ops and messages of the plan wait for each other.
+    cursor advances first. If neither cursor can advance, the plan deadlocks: ops and messages wait for each other.
     """
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
@@ -213,7 +213,7 @@ class _Run:
         self.message_start: list[float] = []
         self.message_end: list[float] = []
         arriving = len(period.ready_op) * (2 if self.sharded else 1)
-        self.arrival = [0.0] * arriving  # by tensor, when its last byte so far arrives
+        self.arrival = [0.0] * arriving  # by tensor, the arrival of its last byte so far
         self.missing = [0] * arriving  # by tensor, the number of its messages that have not been sent yet
         for message in priced:
             for t in message.tensors:
@@ -348,9 +348,9 @@ class _ContendedRun(_Run):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
         self.packed_bytes = 0  # the bytes that have arrived and are still to be unpacked
-        # the next message waits for ops; this number of them, from the first on, have ended
+        # of the ops for which the next message waits, the number that have ended, counted from the first
         self.ready = 0
-        # the next op reads tensors; this number of them, from the first on, have arrived
+        # of the tensors that the next op reads, the number that have arrived, counted from the first
         self.read = 0
 
     def run(self) -> None:

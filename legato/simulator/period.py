@@ -4,8 +4,8 @@
 
 The period starts with the backward pass. When the period starts, the results of the previous forward pass exist and the
 network is idle, so dependencies on that forward pass are left out. The remaining dependencies form a directed graph
-without cycles, which is the same for every plan. In a sharded plan the all-gathers come between the optimizer and the
-forward ops; `updates_by_arrival` is for these plans.
+without cycles, which is the same for every plan. In a sharded plan, the all-gathers come between the optimizer and the
+forward ops; `updates_by_arrival` gives the order of the optimizer ops in sharded plans.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ each of which a chunk takes x to send and y to add up,
     T(d) = max(2 R d x,  (R-1) P + x + max(y + d R x, d y + R x)),   P = max(d x, d y, x + y)
 
 The first term of T(d) holds if the link is never idle. In the second term, each of R-1 reducing rounds takes P, the
-time of the round's bottleneck (the link, the addition, or both in turn, since with d = 1 they cannot overlap). After
-the last reducing round, distribution waits for the sum of the first chunk or of the last chunk.
+time of the round's bottleneck: the link, the addition, or (with one chunk, which is not sent while it is added up) both
+in turn. After the last reducing round, distribution waits for the sum of the first chunk or of the last chunk.
 
 Rounds and bytes come from the collective (`legato.collectives`). If rounds differ, as in halving-doubling, `_rounds`
 simulates them one by one. With depth 1, all times are the linear costs of `Cluster.derive`.
