@@ -1,10 +1,10 @@
-"""The lower bound of fully sharded training: a time that no wrapping within a limit on memory can beat.
+"""The lower bound of fully sharded training: a step time that no wrapping within a memory limit can beat.
 
 The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
 any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
 to be reduced, and the size of groups. All bytes beyond the limits of memory cross the network between two computations.
 Therefore a step takes at least as long as the longest path through its computations and the transfers between any two
-of them. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
+computations. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANGES = 16
 
 
 class WrappingBound(NamedTuple):
-    """The lower bound of a step, in seconds: its computation, and its waits for the network, by where they occur.
+    """The lower bound of a step, in seconds: its computation, and its waits for the network by place in the step.
 
     The time is infinite if no wrapping fits into the memory.
     """
@@ -153,8 +153,8 @@ class _Chain:
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
         """Return the seconds of collectives before each forward computation, or after each backward computation.
 
-        The collectives include the root's. The collectives carry at least all units up to this computation, and from
-        the first unit of the first group on, that whole group.
+        The collectives are the root's, and those that carry at least all units up to this computation. From the first
+        unit of the first group on, they carry at least that whole group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -169,9 +169,9 @@ class _Chain:
         return _seconds(self.costs.gather, nbytes, _count(nbytes, self.largest_gather))
 
     def backward(self) -> Array:
-        """Return the network's seconds between two backward computations; the last column, the end, lacks reductions.
+        """Return the network's seconds between two backward computations; the last column (the end) has no reductions.
 
-        Rows and columns are in the order of the backward pass. The first row stands at the end of the forward pass.
+        Rows and columns are in the order of the backward pass. The first row is the end of the forward pass.
         """
         room, full, sure, timely = (values[::-1] for values in (self.room, self.full, self.sure, self.timely))
         read = _until(np.maximum(self.read - (self.part - 1), 0.0)[::-1])

@@ -51,7 +51,7 @@ class Costs(msgspec.Struct, frozen=True):
         """Return the costs on a cluster whose workers hold `replicas` sharded copies of a model.
 
         A gather or a reduce-scatter takes half as long as the cluster's default collective takes to all-reduce the same
-        bytes. If the number of ranks differs, the cost of a gather is scaled as for rings. If the cluster is derived
+        bytes. For a gather among fewer ranks, the cost is scaled as a ring's cost. If the cluster is derived
         from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that share a
         host use the links inside the host. Raises `InputError` if the replicas, or the GPUs of a host, do not divide
         the workers, or if nothing is left to be sharded.

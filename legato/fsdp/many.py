@@ -63,7 +63,8 @@ class Chain:
     def starts(self) -> list[int]:
         """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        The unit before a new group must be able to end a group: the gradient of its output comes back.
+        The unit before a new group must be able to end a group: a gradient of its output comes back, or no backward
+        pass reaches it.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
@@ -265,7 +266,7 @@ class _Many:
         self._reduce(np.where(reduces, self.scattered[k], 0.0), reduces, self.gradients[k])
 
     def _reduce_root(self, where: Array) -> None:
-        """Free the root's parameters, and reduce the gradients that the backward pass left there."""
+        """Free the root's parameters, and reduce the root's gradients."""
         gathered, scattered, gradients = map(float, self.chain.root)
         if gathered:
             self.nbytes = self.nbytes - np.where(where, gathered, 0.0)

@@ -16,9 +16,9 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 
 __all__ = ["by_unit", "every", "fastest"]
 
-#: The number of least group sizes that are tried as starts, and the number of starts that the search improves.
+#: The number of minimum group sizes that are tried as starts, and the number of starts that the search improves.
 _SIZES, _CLIMBED = 24, 2
-#: Settings (forward depth, backward depth, buffers) of starts, and then of all layouts.
+#: Settings (forward depth, backward depth, buffers) that starts have, and then those that moves try.
 _SETTINGS = ((0, 0, 1), (2, 2, 1), (3, 3, 1), (2, 2, 2))
 _ALL_SETTINGS = tuple(product((0, 2, 3), (0, 2, 3), (1, 2)))
 #: The numbers of last groups that are kept, and the fractions of the groups before them that are resharded to a node.
@@ -26,7 +26,7 @@ _KEPT, _IN_NODE = (0, 1, 2, 3), tuple(k / 12 for k in range(13))
 #: The most groups, in all layouts together, that are evaluated for one limit. A climb also ends after a round without a
 #: gain.
 _EVALUATED = 60_000
-#: The numbers of best moves that are tried together.
+#: Numbers of moves: this number of the best moves are tried together.
 _TOGETHER = (2, 4, 8, 16, 64, 1000)
 #: A smaller relative gain is a rounding error.
 _LEAST = 1e-9
@@ -68,7 +68,7 @@ def fastest(chain: Chain, limits: Sequence[float]) -> list[Layout | None]:
 
 
 def _different(layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the first layouts that differ in their groups."""
+    """Return the first few layouts, no two of which have the same groups."""
     chosen: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
         chosen.setdefault(layout.begins, layout)
@@ -125,7 +125,7 @@ def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node:
 
 
 def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
-    """Yield partitions: each unit as a group, and groups of at least some size, also with the first unit alone."""
+    """Yield partitions: each unit as a group, and groups of a minimum size, with and without the first unit alone."""
     yield tuple(chain.starts)
     sizes = [chain.units[u].gathered for u in chain.held]
     total, least = sum(sizes), min(sizes)
@@ -142,7 +142,7 @@ def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
 
 
 def _climb(known: _Known, layout: Layout, limit: float) -> Layout:
-    """Return the layout that no move improves any further. Moves in groups that are far apart are made together."""
+    """Improve a layout until no move is a gain, or too many were tried. Moves in distant groups are made together."""
     score, evaluated = known.score(limit), 0
     while evaluated < _EVALUATED / _CLIMBED:
         moves = [*_moves(known.chain, layout)]
@@ -165,7 +165,7 @@ def _less(one: Score, other: Score) -> bool:
 
 
 def _moves(chain: Chain, layout: Layout) -> Iterator[tuple[int, Layout]]:
-    """Yield layouts after one move, each with the group where the move is made (-1 if in all groups)."""
+    """Yield the layout after each possible move, with the group that the move changes (-1 if it changes all)."""
     starts, begins, states = chain.starts, list(layout.begins), list(layout.states)
     ends = [*begins[1:], len(chain.held)]
     sums = list(accumulate((chain.units[u].gathered for u in chain.held), initial=0))

@@ -61,7 +61,7 @@ class Step(NamedTuple):
         return Timeline(wrapping.name, "predicted", self.seconds, tuple(spans))
 
     def order(self) -> list[tuple[str, int]]:
-        """Return the gathers, the copies out of them and the reduce-scatters, in the order of their issue."""
+        """Return the gathers, the copies of gathered parameters and the reduce-scatters, in the order of issue."""
         return [(piece.kind, piece.group) for piece in self.pieces if piece.kind not in ("forward", "backward")]
 
 
@@ -79,7 +79,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(units: Sequence[Unit], wrapping: Wrapping) -> list[Resolved]:
-    """Return the groups of a wrapping with their bytes. The root's group is last, if modules are left for it.
+    """Return the groups of a wrapping with their bytes. If modules are left for the root, its group is last.
 
     Raises `InputError` on a module that is not a unit.
     """
@@ -213,7 +213,7 @@ class _Rules:
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return, for each unit, the groups that begin before it and those that end after it, the root outermost."""
+        """Return, for each unit, the groups that begin before and the groups that end after it, the root outermost."""
         first: list[list[int]] = [[] for _ in self.units]
         last: list[list[int]] = [[] for _ in self.units]
         for k in sorted(range(len(self.groups)), key=lambda k: (k != self.root, k)):
@@ -443,7 +443,7 @@ class _Rules:
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
-        """Free the last output of a gather, when the next group is copied out or the root's forward pass ends."""
+        """Free the gather output that was copied last, as the next group is copied or the root's forward pass ends."""
         if self.last_copied is not None:
             held, place = self.last_copied
             self._gather_later(place)

@@ -1,4 +1,4 @@
-"""A comparison of ways to shard a model by time and memory. It finds the simplest way that is nearly the fastest."""
+"""Compare ways to shard a model by time and memory, and find the simplest way that is nearly the fastest."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Row(msgspec.Struct, frozen=True):
     """One way to train: its predicted time, and the bytes on each GPU.
 
     `buffers` is the peak of gathered parameters, whole gradients and buffers, which depends on the wrapping. `states`
-    is the remaining memory: shards of parameters and of the optimizer's states. With the same memory, no grouping of
-    modules is faster than `bound_s`; it is None if there is no bound. `wrapping` is None for DDP, which wraps nothing.
+    is the remaining memory: shards of parameters and of the optimizer's states. `bound_s` is a lower
+    bound on the time of any groups with the same memory, or None if there is no bound. `wrapping` is None for DDP.
     """
 
     name: str
@@ -311,7 +311,7 @@ class _Table:
         yield self._row("one group", self.chain.wrapping(Layout((0,), (KEEP,)), "one group"))
 
     def _planned(self) -> Iterator[Row]:
-        """Yield the fastest groups within several limits: regular ones, unless others are clearly faster."""
+        """Yield the fastest groups within each memory limit: regular groups, unless other groups are clearly faster."""
         limits = self._limits()
         regular = [*_regular(self.chain)]
         seconds, nbytes = evaluate(self.chain, regular)
@@ -452,7 +452,8 @@ class _OfWorkload(_Table):
         return Row("DDP", seconds, workload.nbytes, self._states(1), 0, None, None)
 
 
-#: Ways to accumulate gradients over micro-batches that need more memory and send less.
+#: Ways to accumulate gradients over micro-batches; compared with reducing each time, they need more memory and send
+#: less.
 _ACCUMULATING: Sequence[tuple[str, Sync]] = (
     (f"{BY_BLOCK}, gradients reduced in the last micro-batch", "last"),
     ("everything kept, gathered once a step (ZeRO-1)", "gathered-once"),

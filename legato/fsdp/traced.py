@@ -58,7 +58,7 @@ class Fit(msgspec.Struct, frozen=True):
 def compare_groups(
     found: Sharded, *, waits_known: bool, cluster: Cluster | None = None
 ) -> tuple[Comparison, tuple[Fit, ...]]:
-    """Return a comparison of the traced groups with others, and the fits of the collectives' costs.
+    """Return a comparison of the traced groups with other groups, and the fits of the collectives' costs.
 
     Raises `InputError` if the trace lacks something that the rules need.
     """
@@ -108,7 +108,7 @@ def _sizes(found: Sharded, group: ShardedGroup) -> tuple[int, int, int]:
 
 
 def _paths(group: ShardedGroup) -> tuple[str, ...]:
-    """Return the units of a group: each module, if all are alike and their times are known, or all modules as one."""
+    """Return the units of a group: each module, if all are alike and their times are known; otherwise one unit."""
     found = [_NUMBERED.match(path) for path in group.modules]
     alike = None not in found and len({match[1] for match in found if match}) == 1
     return group.modules if alike and len(group.forward_s) == len(group.modules) else (_SEPARATOR.join(group.modules),)

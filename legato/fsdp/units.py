@@ -39,7 +39,7 @@ class Unit(NamedTuple):
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
     `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.
     `named` is the unit's place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass
-    does not read its parameters. Only the root can hold a `rooted` unit. Such a unit shares parameters with another
+    does not read its parameters. Only the root can hold a `rooted` unit, which shares parameters with another
     unit, runs more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to
     the unit's output; only then can a group end with the unit.
     """
