@@ -536,7 +536,7 @@ def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
 
 
 def _share(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return the share of an iteration that a cause takes."""
+    """Return the share of an iteration that one of its parts takes, such as `exposed_s`."""
     iteration_s = _over_ranks(ranks, "iteration_s")
     return _over_ranks(ranks, cause) / iteration_s if iteration_s > 0 else 0.0
 
@@ -654,7 +654,7 @@ def of_traces(
     say: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
-    """Return where the time of a traced job goes, and what a better plan would save.
+    """Return a verdict on a traced job: where its time goes, and what a better plan would save.
 
     `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. The files may include
     execution traces. If a rank has a second trace, the second trace is taken to come from the job after a change.

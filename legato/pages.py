@@ -1,4 +1,4 @@
-"""Pages that show any values. Values of one job are drawn together."""
+"""Write pages that show any of legato's values. Values of one job are drawn together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report(*values: Any, path: str | os.PathLike[str]) -> None:
 
     Workloads, clusters, plans, timelines and measurements share one section, as in `legato report`. Each step of a
     whole job, each layout, and each result of `legato.sweep`, `legato.compare` and `legato.advise` has its own section.
-    Raises `InputError` on any other value, and `FileError`.
+    Raises `InputError` on any other value, and `FileError` if the file cannot be written.
     """
     nouns = Given([(f"value {k + 1}", value) for k, value in enumerate(values) if isinstance(value, _NOUNS)])
     models, sweep = [report_of_nouns(nouns)] if nouns.found else [], []
@@ -99,7 +99,7 @@ def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
     """Return the section that shows the given values.
 
-    Given a workload and a cluster, but no timeline or measurement, this makes plans and calls `say` with a note.
+    Given a workload and a cluster, but no timeline or measurement, the function makes plans and gives `say` a note.
     """
     timelines, measured = found.timelines(), found.one(Measurement)
     workload, cluster = found.one(Workload), found.one(Cluster)

@@ -1,4 +1,4 @@
-"""Floor 1: pictures of timelines and plans.
+"""Pictures of timelines and plans (floor 1 in docs/design.md).
 
 `html` writes a report, one self-contained page with the tables and figures of
 workloads (`sections`, `schedulers`, `timelines`, `workloads`, `idle`) and of

@@ -9,8 +9,8 @@ from legato.core.text import percent
 
 __all__ = ["doubts", "spread"]
 
-#: A measured time contradicts a lower bound if it is below it by more than this share. On quiet machines, predictions
-#: are about 1% off (docs/rehearsal.md), and the bound is computed from the same costs.
+#: A measured time contradicts a lower bound if the time is below the bound by more than this share. On quiet machines,
+#: predictions are about 1% off (docs/rehearsal.md), and the bound is computed from the same costs.
 _BELOW = 0.02
 #: The largest `spread` of iterations on a quiet machine.
 _SPREAD = 0.1

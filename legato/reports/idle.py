@@ -18,7 +18,7 @@ __all__ = ["Wait", "drawn_worker", "idle_causes", "idle_costs", "idle_gaps", "id
 _ROUNDING = 1e-9
 #: A message counts as the cause of a gap if both end at the same time, within this share of an iteration.
 _TOLERANCE = {"predicted": 1e-6, "measured": 5e-3}
-#: The sentence names the most expensive tensors that together cost this share of the idle time, at most five.
+#: The sentence names the most expensive tensors, at most five, up to this share of the idle time together.
 _ENOUGH = 0.8
 _MOST_NAMED = 5
 _SUBJECTS = ("", "this {}", "these two {}s", "these three {}s", "these four {}s", "these five {}s")
@@ -27,7 +27,7 @@ _MESSAGE = re.compile(r" \+ ?\d+$|^(all|broadcast|gather|recv|reduce|scatter|sen
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The time that computation waited for one message, or one of its tensors, in `gaps` gaps.
+    """The time that computation waited, in `gaps` gaps, for one message or for one tensor of a message.
 
     `message` is None for idle time during which no message was in flight.
     """
@@ -138,7 +138,7 @@ def _contents(plan: Plan) -> dict[str, dict[str | None, int]]:
 
 
 def idle_sentence(every: Sequence[Wait], tensors: bool) -> str:
-    """`Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" if computation never waits."""
+    """Return, say, `Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" without waits."""
     idle_s = sum(wait.seconds for wait in every)
     largest = [wait for wait in every if wait.message is not None]
     free_s = sum(wait.seconds for wait in every if wait.message is None)

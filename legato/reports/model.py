@@ -69,8 +69,8 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds. `speedup` is relative
     to the sweep's first fabric and scheduler on the same cluster. If a cell with a slower link, more latency or fewer
-    servers is faster, `anomaly` names its value, such as `bandwidth_bps=1e+09` (`legato.sweeps.anomalies`). Results
-    that a cell does not have are None; if it has no results at all, `error` says why.
+    servers is faster, `anomaly` names its axis and value, such as `bandwidth_bps=1e+09` (`sweeps/anomalies.py`).
+    Results that a cell does not have are None; if it has no results at all, `error` says why.
     """
 
     workload: str
@@ -91,7 +91,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the iteration as its only part, or nothing for a cell without a result."""
+        """Return the iteration's time as its only part, or no parts for a cell without a result."""
         return {} if self.iteration_s is None else {"iteration": self.iteration_s}
 
     @property
@@ -112,7 +112,7 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 class MemoryPoint(msgspec.Struct, frozen=True):
-    """The time (`seconds`) and the memory per GPU of one way to train; `bound_s` bounds the time in that memory."""
+    """The time (`seconds`) and the memory per GPU of one way to train; no way with that memory beats `bound_s`."""
 
     name: str
     nbytes: int
@@ -142,7 +142,7 @@ class Breakdown(msgspec.Struct, frozen=True):
 
 
 class BreakdownChart(msgspec.Struct, frozen=True):
-    """A chart that compares at least one step, in the order of `bars`; `hint` explains the chart in sentences."""
+    """A chart with one bar for each step, in the order of `bars`; `hint` explains the chart in sentences."""
 
     title: str
     hint: str
@@ -158,8 +158,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     and `asides` has its notes; with `told`, the page has no verdict of its own. `verdict` is the command's first
     sentence, and `code` has the lines to try. `computation` says what the times of the workload's ops include besides
     computation. With `points`, the page draws time over memory, and timelines begin with the forward pass. `breakdowns`
-    are charts of steps of a whole job; the headline describes the first step. A plan in `plans` says which tensors the
-    messages of the timeline contain whose name is the plan's scheduler.
+    are charts of steps of a whole job; the headline describes the first step. A timeline may be named after the
+    scheduler of a plan in `plans`; then this plan tells which tensors the timeline's messages contain.
     """
 
     name: str
@@ -190,7 +190,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:
-    """Return whether the timelines show jobs that share a network or GPUs of one job, and not plans of one job."""
+    """Return whether the timelines show jobs on one network, or GPUs of one job, rather than plans of one job."""
     return bool(timelines) and all(timeline.whole or timeline.name == timeline.job for timeline in timelines)
 
 

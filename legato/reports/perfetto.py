@@ -78,7 +78,7 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
 
 
 def _inside(span: Span) -> float:
-    """Return the last nanosecond that viewers count as part of a span (in microseconds)."""
+    """Return the time, in microseconds, of the last nanosecond that viewers count as part of a span."""
     return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 

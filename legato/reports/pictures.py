@@ -1,6 +1,6 @@
 """The figures of a page as SVG or PDF files for papers, in the colours of the light theme.
 
-plotly draws them as on the page, in a browser that kaleido starts. Chrome or Chromium must be installed.
+plotly draws the figures as on the page, in a browser that kaleido starts. Chrome or Chromium must be installed.
 """
 
 from __future__ import annotations

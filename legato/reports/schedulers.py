@@ -2,7 +2,7 @@
 
 [Note: one kind of time] Predicted times are only compared with predicted times, and measured times only with measured
 times. Every head and sentence says which kind it shows. A measured time is the median of many iterations. A measured
-timeline shows only one of them, so it does not tell which plan is faster.
+timeline shows only one iteration, so it does not tell which plan is faster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True):
     `measured_s` is a median, and `one_s` is the time of the measured iteration that is drawn. `gap` is how far
     `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` are of the predicted iteration, or of the
     measured one if there is no prediction. `exposed` has the share of exposed communication, by the source of the
-    timeline. `rounded` is the share of bytes in a wire format, or None if no plan in the table has any.
+    timeline. `rounded` is the share of bytes in a wire format, or None if no plan in the table uses one.
     """
 
     scheduler: str
@@ -131,7 +131,7 @@ def _messages(timeline: Timeline) -> int:
 def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
     """Return the kind of time to compare, and the entries with such a time.
 
-    Measured medians come before single measured iterations, which come before predictions.
+    Measured medians are preferred to single measured iterations, and these to predictions.
     """
     kinds: tuple[Kind, ...] = ("measured", "one iteration", "predicted")
     for kind in kinds:
@@ -144,8 +144,8 @@ def best_of(table: Sequence[Entry]) -> Entry | None:
     """Return the entry to recommend.
 
     Candidates are within 0.5% of the fastest, and round at most 0.5 percentage points more bytes than the candidate
-    that rounds least. Of these, DDP is recommended, or else the plan with the fewest messages. The result is None if
-    there are no times, or only times of single measured iterations.
+    that rounds least. Among the candidates, the function prefers DDP, and then the plan with the fewest messages. The
+    result is None if there are no times, or only times of single measured iterations.
     """
     kind, seen = _comparable(table)
     if kind == "one iteration" or not seen:
@@ -218,7 +218,7 @@ def _times(slow: Entry, fast: Entry, kind: Kind) -> str:
 def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
     """Return the table of one workload for the template, without empty columns.
 
-    It is sorted by measured times if all schedulers were measured, and otherwise by predicted times.
+    Rows are sorted by measured times if all schedulers were measured, and otherwise by predicted times.
     """
     best = best_of(table)
     order: Kind = "measured" if all(e.measured_s is not None for e in table) else "predicted"

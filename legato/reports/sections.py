@@ -76,7 +76,7 @@ def _verdict(sentence: str) -> list[tuple[str, bool]]:
 
 
 def _worker_note(timelines: Sequence[Timeline]) -> str:
-    """Return a sentence about the workers that are not drawn: identical ones, or where to see different ones."""
+    """Return sentences on workers that are not drawn: how many do the same, and where to see the rest."""
     workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
     for timeline in timelines:
         alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
@@ -110,7 +110,7 @@ def _facts(model: ModelReport) -> str:
 def _waits(
     timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int], *, of_tensors: bool
 ) -> list[dict[str, Any]]:
-    """Return for each timeline the tensors or messages that computation waits for longest, with bars of one scale."""
+    """Return for each timeline the tensors or messages that computation waits for longest, with bars on one scale."""
     found = [(t, *idle_costs(t, plans)) for t in timelines]
     largest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
     parts = []

@@ -144,7 +144,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
 
 
 def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
-    """Return for each line of the plots the clusters on which no other line is faster, with the line's rows there."""
+    """Return, for each line of the plots, its rows on the clusters on which no other line is faster, by cluster."""
     every: dict[Key, dict[Key, tuple[float, SweepRow]]] = {}  # cluster -> line -> seconds and row
     for row in rows:
         if row.iteration_s is not None:

@@ -45,7 +45,7 @@ def bar_percent(value: float | None, largest: float) -> float | None:
 
 
 def factor(ratio: float | None) -> str:
-    """`1.24x`."""
+    """Return a ratio in the form `1.24x`, or "" without one."""
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
