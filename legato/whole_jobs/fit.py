@@ -1,8 +1,8 @@
-"""Fit a machine's efficiency to measured steps, and, where the steps allow it, two more numbers.
+"""Fit a machine's efficiency to measured steps, and up to two more numbers if the steps determine them.
 
 A higher efficiency of matrix products makes a step shorter. So each step determines one efficiency, which bisection
-finds. With several steps, the median efficiency is used. A step hardly depends on the efficiency, and cannot be used to
-fit it, if communication takes longer than the computation that hides it.
+finds. With several steps, the median efficiency is used. If communication takes longer than the computation that hides
+it, the step hardly depends on the efficiency, and cannot be used for fitting.
 
 Two steps with different computing times per layer also determine the host's time for each layer and micro-batch. Steps
 with different sequence lengths determine the efficiency of attention. A step's time is nearly linear in 1 / efficiency,
@@ -37,8 +37,9 @@ _LEAST_SHARE = 0.05
 
 #: The numbers that steps may determine, in the order of `_Numbers`.
 NUMBERS = ("efficiency", "host time", "attention's efficiency")
-#: Steps tell a further number if the ratio of its share of a step to the products' share differs by the first factor
-#: among them, and its share is at least the second in one of them. The third counts rounds of least squares.
+#: Steps determine a further number if two conditions hold. The ratio of the number's share of a step to the matrix
+#: products' share varies by the factor `_DIFFERENT` among the steps, and the number's share is at least `_TOLD` in one
+#: step. `_ROUNDS` is the most rounds of least squares.
 _DIFFERENT, _TOLD, _ROUNDS = 1.5, 0.03, 12
 #: A step is odd if its own fitted efficiency differs by this much from the efficiency fitted to all steps.
 _ODD = 0.1
@@ -116,7 +117,7 @@ def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
 
 
 def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
-    """Return the numbers that these steps determine; `own` has the slowness fitted to each single step."""
+    """Return the numbers that these steps determine; `own` has the slowness (1 / efficiency) fitted to each step."""
     one, attention = (
         _Numbers(1 / statistics.median(1 / each for each in own)),
         1 / steps[0][0].machine.attention_efficiency,
@@ -175,7 +176,7 @@ def _seconds(job: Job, efficiency: float) -> float:
 
 
 def _product_share(job: Job, efficiency: float) -> float:
-    """Return the share of a step that depends on the efficiency, from a step with 1% more efficiency (at most 1)."""
+    """Return the share of a step that depends on the efficiency, by predicting it with 1% more efficiency."""
     low, high = min(efficiency, 0.99), min(efficiency, 0.99) * 1.01
     share = (1 - _seconds(job, high) / _seconds(job, low)) / (1 - low / high)
     if share < _LEAST_SHARE:

@@ -32,13 +32,13 @@ _MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
 #: The fewest tokens of a micro-batch that context parallelism leaves on each GPU. No measured step has fewer
 #: (docs/whole_jobs.md). With one efficiency for all matrix products, few tokens would look as good as many.
 _LEAST_TOKENS = 2048
-#: What the table adds after the memory of a layout.
+#: The words that the table adds after the memory of a layout.
 _MARKS = {"fits": "", "near the limit": ", near the limit", "does not fit": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The `best` layouts, the fastest first, among all `number` layouts that divide evenly.
+    """The `best` layouts, the fastest first, among all `number` layouts that divide the job evenly.
 
     `best` includes layouts near the memory limit, and always the fastest layout that fits, however slow it is.
     `complete` is false if the search reached its limit before it could rule out faster layouts.
@@ -162,7 +162,7 @@ def _divisors(number: int) -> list[int]:
 def jobs(
     name: str, model: LanguageModel, framework: Framework, machine: Machine, gpus: int, batch: int
 ) -> Iterator[Job]:
-    """Yield all layouts on this number of GPUs that divide evenly, for a `batch` of sequences per step.
+    """Yield all layouts that divide a model and a `batch` of sequences per step evenly among the GPUs.
 
     Tensor parallelism stays inside a host, and implies sequence parallelism. Context parallelism leaves each GPU at
     least 2,048 tokens of a micro-batch, because no measured step has fewer. The dimensions are ordered as in `Mesh`.
@@ -192,7 +192,7 @@ def _of_mesh(
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
         for chunks in (_chunks(model.layers, mesh.pipeline) if schedule == "interleaved" else (1,))
     ]
-    # Sharded parameters may have one replica per host, or per group of several numbers of GPUs.
+    # Sharded parameters may have one replica, or one replica per host (if hosts have a common divisor with `data`).
     copies = mesh.data // math.gcd(mesh.data, machine.gpus_per_host) if mesh.expert == 1 else 1
     shards: list[tuple[Shard, int]] = [
         (shard, replicas)
@@ -228,7 +228,7 @@ def _of_mesh(
 def _chunks(layers: int, pipeline: int) -> list[int]:
     """Return the numbers of chunks to try for a stage.
 
-    They include all numbers that divide its layers, also if embeddings and the output layer count as one layer each.
+    These are fixed numbers, and all that divide a stage's layers, with or without embeddings and output as layers.
     """
     found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
     return sorted((found | set(_CHUNKS)) - {1})
@@ -299,7 +299,7 @@ def layouts(
 
 
 def machines(machine: Machine) -> dict[str, Machine]:
-    """Return machines with one thing improved, by an operator's name for the improvement."""
+    """Return copies of a machine, each with one improvement, by a name of the improvement."""
     latencies = ("latency_s", "network_latency_s", "hop_s")
     return {
         "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),

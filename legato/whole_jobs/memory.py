@@ -12,10 +12,10 @@ from legato.zoo.language.parameters import Parameters, held, layer, owned
 
 __all__ = ["Memory", "Room", "activations", "memory", "static"]
 
-#: Adam with 32-bit parameters and two moments (arXiv 1910.02054, section 3.1); parameters have 2 bytes.
+#: Bytes of a parameter: in Adam, a 32-bit copy and two moments (arXiv 1910.02054, section 3.1), and 2 in the model.
 _OPTIMIZER, _PARAMETER = 12, 2
-#: Of a logit, at the loss's backward pass: in 32 bits; or, in torch's cross entropy, 16 bits, and in 32 bits the
-#: logarithm of its probability and the gradients of both.
+#: Bytes of a logit in the loss's backward pass. A fused loss keeps 32 bits. torch's cross entropy keeps the logit in 16
+#: bits, and in 32 bits the logarithm of its probability and the gradients of both.
 _LOGITS, _LOGITS_WHOLE = 4, 14
 #: With sharded parameters, the number of gathered layers: the layer that runs, and the layer gathered in advance.
 _GATHERED_LAYERS = 2
@@ -46,7 +46,7 @@ class Memory:
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Return whether this fits into `nbytes`, and whether enough is left for libraries and fragmentation."""
+        """Return whether this memory fits into `nbytes`, with enough left for libraries and fragmentation."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
@@ -72,7 +72,7 @@ def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
     for stage in stages:
         own = own.plus(held(job, stage))
     whole, part = sum(own), owned(job, own)
-    each_pass = job.mesh.pipeline == 1  # the stages of a pipeline gather and reduce once a step
+    each_pass = job.mesh.pipeline == 1  # the stages of a pipeline gather and reduce only once per step
     weights = _PARAMETER * (part if job.shard == "parameters" and each_pass else whole)
     if job.shard == "parameters" and each_pass:
         tensor, expert = job.mesh.tensor, job.mesh.expert_parts
@@ -129,7 +129,7 @@ def activations(job: Job, mixture: bool) -> float:
     """Return the bytes that a layer keeps of a micro-batch for its backward pass (arXiv 2205.05198, sections 4.1 to 5).
 
     A GPT layer without recomputation keeps s b h (34 + 5 a s / h) / tensor bytes under sequence parallelism. Without
-    sequence parallelism, 10 of the 34 are not divided. A fully recomputed layer keeps its input.
+    sequence parallelism, 10 of the 34 are not divided by `tensor`. A fully recomputed layer keeps only its input.
     """
     if job.recompute == "full":
         return 2 * width(job)
@@ -139,20 +139,20 @@ def activations(job: Job, mixture: bool) -> float:
 def _kept(job: Job, mixture: bool, without_scores: bool) -> float:
     model, tensor, dropout = job.model, job.mesh.tensor, job.framework.dropout
     fused = job.framework.fused
-    # Inputs of two norms and of both halves, and two masks; what is not fused keeps the norms' inputs in 32 bits, and
-    # their results before the weights.
+    # The inputs of two norms, of attention and of the MLP, and two dropout masks. Norms that are not fused keep their
+    # inputs in 32 bits, and their results before they are multiplied by the weights.
     between = width(job) * ((8 if fused else 16) + 2 * dropout)
     if model.latent is None:
         heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
     else:
         heads = model.heads * (4 * model.head_size + 2 * model.latent.rope)
     attention = 2 * tokens(job) * heads / tensor  # queries, keys, values and results
-    each = 2 + 3 * dropout + (0 if job.framework.fused_softmax else 4)  # after softmax, and its results in 32 bits
+    each = 2 + 3 * dropout + (0 if job.framework.fused_softmax else 4)  # softmax's results, again in 32 bits
     scores = 0 if without_scores else tokens(job) * model.sequence * model.heads / tensor * each
     inner = tokens(job) * (model.shared_intermediate if mixture else model.intermediate)
     rows = tokens(job) * model.active_experts if mixture else 0
     inner += rows * model.expert_intermediate
     kept = (3 if fused else 4) if model.family == "llama" else 2  # if not fused, the activated gate as well
     mlp = 2 * kept * inner / tensor + 2 * rows * model.hidden / tensor
-    selective = 0.5 if job.recompute == "selective" else 1.0  # every second product's result is kept, and attention's
+    selective = 0.5 if job.recompute == "selective" else 1.0  # half of the results, and attention's scores
     return between * selective + attention * selective + scores + mlp * selective

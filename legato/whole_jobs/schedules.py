@@ -32,15 +32,15 @@ def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return 1F1B: forward passes for all later stages, then alternating passes (PipeDream-flush, arXiv 2006.09503)."""
+    """Return 1F1B: a forward pass per later stage, then alternating passes (PipeDream-flush, arXiv 2006.09503)."""
     return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
 
 
 def _in_turns(workers: int, microbatches: int, ahead: Callable[[int], int], chunks: int = 1) -> Schedule:
     """Return a schedule in which each worker runs `ahead` forward passes, then alternates forward and backward passes.
 
-    With chunks, forward passes take `workers` micro-batches through a chunk, then through the next one, and backward
-    passes likewise from the last chunk on (arXiv 2104.04473, section 2.2).
+    With chunks, forward passes take `workers` micro-batches through one chunk, then through the next chunk. Backward
+    passes do the same in reverse, from the last chunk on (arXiv 2104.04473, section 2.2).
     """
     passes = []
     for index in range(microbatches * chunks):
@@ -73,8 +73,8 @@ def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Return ZB-H1: 1F1B that delays gradients of weights to compute other gradients first (arXiv 2401.10241).
 
-    Worker r delays the weights' gradients of r micro-batches, so that every worker holds as many activations as the
-    first.
+    Worker r delays the weights' gradients of r micro-batches. So every worker holds as many activations as the first
+    worker.
     """
     result: Schedule = []
     for worker, actions in enumerate(one_forward_one_backward(workers, microbatches)):

@@ -15,10 +15,10 @@ from legato.zoo.language.work import Beside, Exchange, Work
 
 __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
 
-#: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
-#: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale. FSDP2 does none of the
-#: latter: it frees gradients, and a step in bfloat16 needs no scale. On an H100, 1.1 billion parameters took 12 to 18
-#: ms; 20 ms are predicted, and would be 27 ms with the passes over gradients.
+#: The bytes that the optimizer's step moves for each owned parameter: norm (4), clipping (8), Adam (28) and the copy to
+#: 16 bits (6). And how often the step moves each gradient: to clear it, to check it, and to read and write it when it
+#: is scaled. FSDP2 moves no gradients here: it frees them, and a step in bfloat16 needs no scale. On an H100, a step of
+#: 1.1 billion parameters took 12 to 18 ms; 20 ms are predicted, and 27 ms would be if gradients were moved.
 _OWNED, _GRADIENT_TIMES = 46, 4
 _NOTHING = Passes()
 
@@ -76,8 +76,8 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
     """Return the passes of a part of the model, with the exchanges of its sharded gradients or parameters.
 
     Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters are gathered for each pass
-    (arXiv 1910.02054, section 7: three times the parameters). The stages of a pipeline do both once per step. These
-    exchanges run during the part's own passes. They are exposed where they take longer than the passes.
+    (arXiv 1910.02054, section 7: three times the parameters). The stages of a pipeline do both once per step (`tail`).
+    The exchanges of a part run during its own passes, and are exposed where they take longer than these passes.
     """
     joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
     if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
@@ -93,7 +93,7 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """Return a collective over data-parallel workers, with `nbytes` per parameter; experts use their replicas only.
+    """Return a collective over data-parallel workers, with `nbytes` per parameter (for experts, over their replicas).
 
     If parameters have replicas, the replicas also sum the parts of the gradients that they own.
     """
@@ -108,7 +108,7 @@ def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> t
 
 
 class Tail(NamedTuple):
-    """A worker's work after its last pass, once per step; passes may hide `gradients` and `parameters`.
+    """A worker's work after its last pass, once per step; passes may hide the exchanges of both kinds.
 
     `tied_nbytes` is the size of a tied table's gradients, which are summed between the first and the last stage (arXiv
     1909.08053, section 4).

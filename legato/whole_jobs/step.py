@@ -91,7 +91,7 @@ class Step:
 
     @property
     def interval(self) -> Interval | None:
-        """Return the interval that holds in four of five cases, or None if no measured step is of this kind."""
+        """Return the seconds between which four of five such steps lie, or None if no measured step is of this kind."""
         return interval(self.kind, self.job.machine, self.seconds)
 
     @property

@@ -1,9 +1,10 @@
 """How sure a prediction is, judged by the errors of predictions for measured steps of the same kind.
 
-`LIKE` sums up published steps by kind, whose rows do not come with the package; `python benchmarks/whole_jobs.py --open
-FILE` prints it. The spread of a source covers four of five of its steps. A kind has the largest spread of its sources,
-and with fewer than three sources at least the spread of all steps whose parameters are sharded, or not, like theirs.
-docs/whole_jobs.md says how often such intervals hold for a source that had no part in them.
+`LIKE` summarizes published steps by kind. The measured steps are not in the package; `python benchmarks/whole_jobs.py
+--open FILE` computes the summary. The spread of a source covers four of five of its steps, and the spread of a kind is
+the largest spread of its sources. If a kind has fewer than three sources, its spread is at least the largest spread of
+any source, over all steps that agree with the kind on whether parameters are sharded. docs/whole_jobs.md says how often
+such intervals hold for steps of a new source.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from legato.zoo.presets import MACHINES
 
 __all__ = ["APART", "LIKE", "SMALL_S", "Interval", "Kind", "Like", "interval", "is_default", "kind_of"]
 
-#: Sequences of this number of tokens or more are long; layers that compute for less in both passes may be bound by the
-#: host.
+#: Sequences of at least `_LONG` tokens are long. Layers that compute for less than `SMALL_S` seconds in both passes
+#: together are small: the host may limit their speed.
 _LONG, SMALL_S = 16_384, 10e-3
 #: If two predictions differ by less than `APART`, they do not show which layout is faster. `ORDER_NEAR` is the share of
 #: such measured pairs (of one source, framework, model and number of GPUs) in the right order; `ORDER_APART` is the
@@ -26,10 +27,10 @@ ORDER_NEAR, ORDER_APART = 0.67, 0.94
 
 
 class Kind(NamedTuple):
-    """A kind of steps: what similar steps have in common.
+    """A kind of steps, which are similar in four respects.
 
-    Whether parameters are sharded, layers have experts, sequences are long, and layers so small that the host may bound
-    them.
+    The fields say whether parameters are sharded, whether layers are mixtures of experts, whether sequences are long,
+    and whether layers are so small that the host may limit their speed.
     """
 
     sharded: bool
@@ -45,10 +46,10 @@ class Kind(NamedTuple):
 
 
 class Like(NamedTuple):
-    """How many measured steps there are of a kind, of how many sources, and their spread x.
+    """The numbers of measured steps of one kind and of their sources, and two spreads.
 
-    Four of five took 1 / (1 + x) to 1 + x times the prediction: with an efficiency that another step of theirs has
-    (`fitted`), or with the preset's (`preset`).
+    A spread of x means that four of five steps took 1 / (1 + x) to 1 + x times the predicted time. The prediction uses
+    an efficiency fitted to another step of the same source (`fitted`), or the preset's efficiency (`preset`).
     """
 
     steps: int

@@ -22,7 +22,7 @@ DRAWN = (
     "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
     "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
 )
-#: What allocators and libraries take is not predicted.
+#: The memory that allocators and libraries take is not predicted.
 _UNCOUNTED = "memory that allocators and libraries take is not counted"
 
 
@@ -100,7 +100,7 @@ def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Mod
 
 
 def _facts(job: Job, found: Layouts) -> str:
-    """Return facts about a layout except its mesh; recomputation or sharding only if the best layouts differ in it."""
+    """Return facts about a layout except its mesh. Recomputation and sharding are left out if all layouts agree."""
     plural = "es" if job.microbatches > 1 else ""
     parts = [schedule_of(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
     for field, word in (("recompute", "recomputed"), ("shard", "sharded")):

@@ -1,8 +1,8 @@
 """Replay the step of a traced job, with traced communications or with predictions for another network.
 
 Computation and idle time are as in the trace. A communication begins when all its workers have started it and the
-previous communication of its groups has ended. It has the links to itself, and takes its traced time or the time that
-`cost` predicts. docs/traces.md lists the assumptions.
+previous communication of its groups has ended. It shares no link, and takes its traced time or the time that `cost`
+predicts. docs/traces.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Traffic:
 
 
 def traffic(program: Program) -> list[Traffic]:
-    """Return a traced program's kinds of communication, the most exposed first; if several, add a row for all kinds."""
+    """Return the kinds of communication, the most exposed first, and a row for all kinds if there are several."""
     base, taken = replay(program), traced_s(program)
     shares = _bandwidth_shares(program)
     members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
@@ -186,7 +186,7 @@ def repeated(program: Program, workers: int) -> Program:
     """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
 
     Every copy computes the same, and each of its workers sends as many bytes. Raises `InputError` if `workers` is no
-    multiple of the program's, or nothing in the program is of the kind `data`.
+    multiple of the program's workers, or if nothing in the program is of the kind `data`.
     """
     own = program.workers
     copies, rest = divmod(workers, own)
@@ -200,7 +200,7 @@ def repeated(program: Program, workers: int) -> Program:
     lanes = [Lane(tuple(w + shift for shift in shifts for w in lane.workers), lane.actions) for lane in program.lanes]
     groups: dict[
         tuple[tuple[tuple[int, ...], ...], bool], tuple[tuple[int, ...], ...]
-    ] = {}  # shared, because there are many
+    ] = {}  # equal groups are one object, because they are large
     communications = []
     for one in program.communications:
         data = one.kind == "data"

@@ -26,11 +26,11 @@ _ROUNDING = 1e-9
 class Quotient:
     """A program on a network, with one worker, group and link for each class of equal workers, groups and links.
 
-    `standing` has the number of each class's representative, by kind (`worker`, `group`, `link`). For each class of
-    groups, `links` has the classes of links that can be full, with the number of connections that all groups of the
-    class have on one such link. Group numbers run through all communications: communication n has the groups
-    `found[number_of[n]]`, and their first group is number `first[number_of[n]]`. Communications with the same
-    `order_of` run in the order of their starts. Without `alike`, every worker is in a class of one worker.
+    For each kind (`worker`, `group`, `link`), `standing` has the number of each class's representative. For each class
+    of groups, `links` has the classes of links that can be full, with the number of connections that all groups of the
+    class have on one such link. Groups are numbered across all communications: communication n has the groups
+    `found[number_of[n]]`, and the first of these has the number `first[number_of[n]]`. Communications with the same
+    `order_of` run in the order in which they are started. Without `alike`, every worker is in a class of one worker.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
@@ -95,7 +95,7 @@ class Quotient:
         return result
 
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """Return the classes of links without links that limit no rate, since these would only cost time.
+        """Return only the links that can limit a rate, because all other links would only cost time.
 
         Each group has one flow at a time, and this flow is fastest on an idle network. A link that has room for all of
         its flows at these fastest rates is never full. Of several links with the same use, one is enough. Disturbed
@@ -144,7 +144,7 @@ def _rows(rows: Ints) -> Ints:
 
 
 def _numbered(profiles: dict[int, Profile], count: int) -> Ints:
-    """Return the number of the profile of each worker or link; 0 means that it has no profile."""
+    """Return the number of each worker's or link's disturbance profile; 0 means that it has none."""
     known: dict[Profile, int] = {}
     result = np.zeros(count, np.int64)
     for number, profile in profiles.items():

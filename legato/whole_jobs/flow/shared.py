@@ -75,7 +75,7 @@ class _Window(NamedTuple):
 
 
 def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
-    """Join programs: worker w of program j becomes worker `places[j][w]`, and the rest of `workers` is idle.
+    """Join programs: worker w of program j becomes worker `places[j][w]`; the other `workers` are idle.
 
     The joined program has the lanes and communications of each program in turn, and a lane for the idle workers.
     """
@@ -117,9 +117,9 @@ def simulate_shared(
     """Simulate jobs on one network (from `network_of`); return the window, in seconds, and each job's step.
 
     Worker w of job j runs on GPU `places[j][w]`. The job begins after `shift_s[j]` seconds (by default at once), and
-    runs at least `steps` steps in the window. The parts of a step are as in `simulate`. So `pipeline` is how much
-    longer a job's steps take than if its own pipeline sent nothing. Raises `InputError` on machines with other links,
-    and `TooLargeError` on too many steps of workers that are not alike.
+    runs at least `steps` steps in the window. The parts of a step are as in `simulate`: `pipeline` is how much
+    longer a job's steps take than if its own pipeline sent nothing. Raises `InputError` if a job's machine has other
+    links than `machine`, and `TooLargeError` on too many steps of workers that are not alike.
     """
     if not 1 <= steps <= _MOST_STEPS:
         raise InputError(f"iterations: {steps} (expected 1 to {_MOST_STEPS:,} steps)")

@@ -1,4 +1,4 @@
-"""A `Program` on the links of a network: every communication is a flow, and flows share links at max-min fair rates.
+"""Run a `Program` on the links of a network: communications are flows, which share links at max-min fair rates.
 
 A communication begins when all its workers have started it and the previous communication of its groups has ended.
 After its latency, the communication is a flow over all its links at once (`connections.py`). Among workers that are
@@ -30,7 +30,7 @@ _MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
-    """A communication: when the last worker started it, when it began (its latency included), and when it ended."""
+    """A communication: when the last worker started it, when its turn and its latency were over, and when it ended."""
 
     started_s: float
     begin_s: float
@@ -41,8 +41,8 @@ class Flow(NamedTuple):
 class LaneTimes:
     """Times of the `workers` of a `lane` that do the same things at the same times.
 
-    `times` has (begin, end) of each computation and wait, and `flows` has the flow that a wait is for, both by the
-    number of the action. Seconds count from the beginning of the step."""
+    `times` has (begin, end) of each computation and wait, and `flows` has the flow that a wait is for. The keys of both
+    are numbers of actions. Seconds count from the beginning of the step."""
 
     lane: int
     workers: NDArray[np.int64]
@@ -78,12 +78,12 @@ def run_steps(
     return _Run(quotient, jobs, counts, shift_s, free).times()
 
 
-#: For each action that takes time, by number: its service and the service before it.
+#: The service of each action that takes time, and the service before it, by the number of the action.
 _Walk = dict[int, tuple[int, int]]
 
 
 class _Run:
-    """The services of one simulation, for the actions of each class of workers and for each flow."""
+    """One simulation, with services (pieces of work) for the actions of each class of workers, and for flows."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class _Run:
         self.quotient, self.free, self.program = quotient, free, quotient.program
         self.work_s, self.link, self.weight = array("d"), array("i"), array("q")
         self.befores, self.afters = array("i"), array("i")
-        self.heads, self.others = array("i"), array("i")  # what moves as one flow
-        self.disturbed: dict[int, list[int]] = {}  # computations of workers that are
+        self.heads, self.others = array("i"), array("i")  # services of one flow
+        self.disturbed: dict[int, list[int]] = {}  # computations by disturbed worker
         self.flows: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self.ordered: set[tuple[int, int, int]] = set()
         self.steps = [self._steps(*job) for job in zip(jobs, counts, shift_s, strict=True)]
@@ -134,12 +134,12 @@ class _Run:
         self.afters.extend([after] * len(befores))
 
     def _walk(self, worker: int, step: int, last: int) -> tuple[_Walk, int]:
-        """Add the services of a worker's actions in a step after the `last` one; return them, and the last one.
+        """Add services for a worker's actions in a step, after the service `last`; return them and the last service.
 
-        A job waits in a step for whatever it starts in it.
+        A program waits, within a step, for all communications that it starts in this step.
         """
         quotient = self.quotient
-        ahead: dict[int, int] = {}  # the flow of each of its groups that it started last
+        ahead: dict[int, int] = {}  # for each group of this worker, the flow that was started last
         found: _Walk = {}
         for at, action in enumerate(self.program.lanes[int(quotient.lane_of[worker])].actions):
             if isinstance(action, Compute):

@@ -112,10 +112,10 @@ def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **
 def simulate(job: Job, network: Network, *, lane: int | None = None, alike: bool = True) -> FlowStep:
     """Simulate a step on a network from `network_of`; without `alike`, simulate every worker (for tests).
 
-    The parts of the step belong to the busiest worker (of a `lane`, if given). The worker computes, waits for each
-    kind of communication after all have started it, and is otherwise idle. As in `predict`, `pipeline` is how much
+    The parts of the step belong to the busiest worker (of a `lane`, if given). The worker computes, waits for
+    communication that all its workers have started, and is otherwise idle. As in `predict`, `pipeline` is how much
     longer the step takes than without the pipeline's transfers. The bubble is the remaining idle time. Raises
-    `InputError` if the network has no room, and `TooLargeError` on too many workers that are not alike.
+    `InputError` if the network has too few workers, and `TooLargeError` on too many workers that are not alike.
     """
     _check_room(network, job.mesh.workers)
     made = program(job)
@@ -137,7 +137,7 @@ def sends_of(made: Program) -> set[int]:
 
 
 def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
-    """Return the lane of the worker with the most computing and waiting for communication in any of these steps."""
+    """Return the lane of the worker that computes and waits for communication longest in any of these steps."""
     return max((lane for lanes in steps for lane in lanes), key=lambda lane: _busy_s(made, lane)).lane
 
 
@@ -146,7 +146,7 @@ def mean_step(
 ) -> Step:
     """Return the mean of a job's simulated steps, as the busiest worker of a lane sees them.
 
-    `free` has the same steps if the job's `sends_of` took no time; it is empty if there are none.
+    `free` has the same steps if the pipeline's communications took no time; it is empty without a pipeline.
     """
     seconds, free_s = (fmean(map(seconds_of, every)) for every in (steps, free or steps))
     of_lane = ([_of_worker(made, one) for one in lanes if one.lane == lane] for lanes in steps)

@@ -7,7 +7,7 @@ number of connections from groups of each class. Suppose that all workers of a c
 moment. Then all flows of a class of groups share links with the same kinds of flows, so they have the same max-min fair
 rate, and the workers continue to do the same. So simulating one worker, group and link of each class, on links that
 count all connections, gives the times of the whole network. Differences, such as a stage, a failing link, or a path
-chosen by a hash, are in the first colours or in the edges, and split the classes that they affect.
+chosen by a hash, appear in the first colours or in the edges, and split the classes that they affect.
 
 Colours are 64-bit hashes (1-dimensional Weisfeiler-Leman, with sums over neighbours). The probability that among a
 million different nodes two have the same colour is 3e-8.
