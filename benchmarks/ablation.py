@@ -1,12 +1,12 @@
-"""What each module of the planner buys: plans with it, and without it.
+"""What each module of the planner gains: plans with the module, compared with plans without it.
 
     python benchmarks/ablation.py [--every 13] [--grids zoo,random,captured,sharded,compiled]
 
-Per grid and module: in how many cells the plan without the module is slower (by more than a part in 10**6), by how
-much in the mean and in the worst cell, and how long planning takes compared with everything together. The grids are
-those of `schedulers.py`, three small models that are captured here (with optimizer ops), the zoo with a sharded
-optimizer, and the zoo as compiled models, whose nodes may change places. A module that makes plans of models less
-than 0.1% faster in the mean, and random ones less than 0.2%, is not worth its lines.
+For each grid and module, it prints in how many cells the plan without the module is slower (by more than a part in
+10**6), how much slower it is on average and in the worst cell, and how the time of planning changes without the module.
+The grids are the two of `schedulers.py`, three small models that are captured here (with optimizer ops), the zoo with a
+sharded optimizer, and the zoo as compiled models, whose nodes may be reordered. A module is not worth its lines if it
+makes plans of models less than 0.1% faster on average, and plans of random networks less than 0.2%.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Does `plan="auto"` ever lose against DistributedDataParallel? Both train in turns, on real arithmetic.
+"""Is `plan="auto"` ever slower than DistributedDataParallel? Real models train with both in turns.
 
     python benchmarks/auto.py                              # two processes over loopback
-    python benchmarks/auto.py --bandwidth 1Gbit            # two hosts behind shaped links (as root)
+    python benchmarks/auto.py --bandwidth 1Gbit            # two hosts with shaped links (as root)
     python benchmarks/auto.py --models mlp,many --all      # and every contestant of the tournament
 
-Per model, one process group trains several copies of it: under DDP, under `plan="auto"`
-after its tournament, and with `--all` under every plan that took part. They take turns in
-blocks of steps. A ratio is that of two neighbouring blocks, auto's time to DDP's, and the
-median of all is printed, with the quartiles. `kept` is the part of the best contestant's
-win over DDP that auto keeps. A second copy under DDP, made and trained as late as auto's, shows what
-the place of a model in memory does: a ratio that is no farther from 1 than that copy's says nothing.
+For each model, one process group trains several copies of the model: one with DDP, one with
+`plan="auto"` after its tournament, and with `--all` one with each plan of the tournament. The
+copies take turns in blocks of steps. A ratio divides the time of auto's block by the time of the
+DDP block in the same round; the benchmark prints the median of all ratios, with the quartiles.
+`kept` is the part of the best contestant's gain over DDP that auto keeps. A second copy with DDP,
+made and trained as late as auto's copy, shows how much the place of a model in memory matters: a
+ratio says nothing if it is no farther from 1 than the ratio of this second copy.
 """
 
 from __future__ import annotations

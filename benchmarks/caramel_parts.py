@@ -1,15 +1,16 @@
-"""What each part of Caramel gives, as in Figs. 11 and 12 of its paper: simulated, and measured.
+"""What each part of Caramel gains, as in Figs. 11 and 12 of its paper: simulated, and measured.
 
     python benchmarks/caramel_parts.py [--bandwidth 3.19Gbit]
     python benchmarks/caramel_parts.py --measured inception-v3 --workers 2 --bandwidth 2Gbit
 
-Simulated: compute utilization of the paper's models on 8 and 16 workers, first with the parts added one by one in
-the paper's order, starting from Horovod; then the whole of it, with any one part switched off, on a network where
-adding up gradients takes time (or no depth is of use). The setting, and what is fitted in it, is that of
-`legato/papers/caramel.py`: by default the bandwidth that the paper's own first stage asks for.
+The simulation gives the compute utilization of the paper's models on 8 and 16 workers. First, the parts are added one
+by one in the paper's order, starting from Horovod. Then each part is left out of the whole, on a network where adding
+up gradients takes time (otherwise depth would gain nothing). `legato/papers/caramel.py` has the setting and says what
+is fitted in it; the default bandwidth is the one that the paper's own first stage implies.
 
-Measured: the same between hosts with shaped links, where computation, which is emulated, takes as long as one message
-of all gradients. Plans run in compiled models, whose graphs are sorted by the order of computation, in turns.
+With `--measured`, the same plans run in turns between hosts with shaped links. Computation is emulated, and takes as
+long as one message of all gradients. The plans run in compiled models, whose graphs are sorted by the order of
+computation.
 """
 
 from __future__ import annotations

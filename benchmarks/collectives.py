@@ -1,14 +1,14 @@
-"""Which all-reduce wins at which size: gloo's own, and those made of steps, each in one chunk and in more.
+"""Which all-reduce is fastest for which size: gloo's own, or one made of steps, in one chunk or in several.
 
     python benchmarks/collectives.py [--ranks 2,4] [--bandwidth 1Gbit] [--depths 1,4] [--rounds 15]
                                     [--least]
 
-Without a bandwidth the ranks talk over loopback; with one, each is in a host of
-its own behind a link of it. Prints Markdown: the median time of gloo's
-own all-reduce, and that of each other way as a multiple of it. All ways take
-turns within a round, so that a machine that slows down slows all of them; a
-message takes as long as its slowest rank says. On a machine that others use at
-the same time, `--least` prints the least time of the rounds instead.
+Without a bandwidth, the ranks communicate over loopback. With a bandwidth, each rank is on a
+separate host whose link has this bandwidth. The benchmark prints Markdown: the median time of
+gloo's own all-reduce, and the time of every other all-reduce as a multiple of it. All kinds take
+turns within a round, so a machine that slows down slows all kinds. The time of a message is the
+time of its slowest rank. If others use the machine at the same time, `--least` prints the least
+time over the rounds instead of the median.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""What it costs to cut compiled graphs, and when, and in which order, messages then go out.
+"""What it costs to cut compiled graphs, and when and in which order messages are then sent.
 
 In one process, where messages arrive at once:
 
     python benchmarks/compiled.py [--backends aot_eager,inductor] [--models resnet-50,...] [--blocks 10]
     python benchmarks/compiled.py --order 50 --models inception-v3,towers,gpt2-small
 
-Per model and backend of `torch.compile`: the CPU time of an iteration by a plan of
-twelve messages, whose graphs are cut, over that by a plan of one message, whose graphs
-are whole; and over that of DistributedDataParallel, which splits graphs by modules.
-Each runs in a process of its own, they take turns in blocks of three iterations, and a
-ratio is the median of those of neighbouring blocks. Then the time from the start of the
-backward pass to each message, as a share of that pass, with and without cuts.
+For each model and backend of `torch.compile`, the benchmark measures the CPU time of an
+iteration with a plan of twelve messages, whose graphs are cut. It divides this time by the time
+with a plan of one message, whose graphs are whole, and by the time with
+DistributedDataParallel, which splits graphs by modules. Each kind runs in a separate process;
+the processes take turns in blocks of three iterations, and a ratio is the median over pairs of
+neighbouring blocks. Then the benchmark prints when each message is sent, as a share of the
+backward pass, with and without cuts.
 
-With `--order`: train under the plan of `caramel` for a captured step, and count the
+With `--order`, it trains with `caramel`'s plan for a captured step, and counts the
 iterations in which gradients become ready in the order of the plan.
 """
 

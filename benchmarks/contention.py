@@ -1,16 +1,16 @@
-"""Predicted against measured where computation and messages share a machine: real models, real arithmetic.
+"""Predicted and measured times where computation and messages share a machine: real models, real arithmetic.
 
     python benchmarks/contention.py                               # four models, loopback and links of 1, 2 and 5 Gbit
     python benchmarks/contention.py --models bert --links 1Gbit --schedulers ddp,legato
 
-Two workers with one core each train a model, over loopback or, with a link, from hosts
-with links of that rate. They capture it, calibrate alone and beside its own computation,
-and plan with every scheduler whose plans can be run. Then DDP itself and every plan take
-turns, in blocks of `--steps` steps, and before each of them computation alone has a turn, in
-which the ranks wait for each other after every step, as they do in training. Rows compare
-the median of a plan's blocks with its prediction at the pace that computation had alone:
-machines that others use change their pace from one minute to the next, and that is not what
-is predicted here. `before` is the error of the prediction without contention.
+Two workers with one core each train a model, over loopback or between hosts with links of a
+given rate. They capture the model, calibrate the network alone and during the model's
+computation, and plan with every scheduler whose plans can be run. Then DDP itself and all plans
+take turns in blocks of `--steps` steps. Before each block, the model computes alone; the ranks
+then wait for each other after every step, as they do in training. Rows compare the median of a
+plan's blocks with its prediction, at the pace that computation alone had: the pace of a machine
+that others use changes from one minute to the next, and the benchmark does not try to predict
+it. `before` is the error of the prediction without contention.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How large and how tangled the house is: its counts, each beside its goal.
+"""How large and how complex the code is: its counts, and a goal for most of them.
 
     python benchmarks/counts.py
 
-prints one line a count, with `*` where it misses its goal; a count without a goal is only to be watched. "Import
-floors" of a folder are the length of the longest chain of imports among its own modules and subfolders. Functions are
-counted by ruff; a list of parameters is excused where a table or a public face makes it. "Wider" complexity also counts
-each `and` and `or`, each conditional expression, and each `for` and `if` of a comprehension.
+prints one line for each count, with `*` if the count misses its goal. A count without a goal is only observed. The
+"import floors" of a folder are the length of the longest chain of imports among its modules and subfolders. Functions
+are counted by ruff; a long list of parameters is allowed if a table or a public interface needs it. "Wider" complexity
+also counts each `and` and `or`, each conditional expression, and each `for` and `if` of a comprehension.
 """
 
 import ast

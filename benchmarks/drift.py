@@ -1,12 +1,13 @@
-"""What it costs to keep an eye on the pace of training: the share of the time that is spent on it.
+"""What it costs to observe the pace of training, as a share of the time of training.
 
     python benchmarks/drift.py [--windows 3]
 
-Everything that runs for it alone (looking at the pass, and tracing two passes
-of fifty) is timed while a model trains in one process, where messages are
-delivered at once, callbacks included. The model is small and every tensor is a
-message, so the share is larger than in most training. (The difference of two
-runs, with and without, is lost in the noise of a shared machine.)
+A model trains in one process, where messages arrive at once. The benchmark
+times, including callbacks, everything that runs only for this observation: a
+check in every pass, and the tracing of two passes of fifty. The model is small
+and every tensor is a message, so the share is larger than in most training.
+(Two runs, with and without observation, would differ by less than the noise of
+a shared machine.)
 """
 
 from __future__ import annotations

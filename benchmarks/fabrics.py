@@ -1,13 +1,14 @@
-"""What is planned is what is simulated: every scheduler on every fabric without servers, transfer by transfer.
+"""Are plans predicted as they are simulated? Every scheduler on every fabric without servers, transfer by transfer.
 
     python benchmarks/fabrics.py [--quick] [--any]
 
-Workloads are three small torch models that are captured here, and two of the zoo; each is planned for every fabric, on
-two networks and for 6 and 8 workers, and simulated with one message in flight, as the runtime sends them. The summary
-says where another scheduler is faster than legato, and by how much, and how far what legato predicts (collective
-fidelity) is from what the simulation finds (transfers). Plans that compute in another order than the captured one
-cannot be run; they have a line of their own. It ends with exit status 1 if another plan that can be run is more than
-0.5% faster, or a prediction more than 1% off. `--any` lets any number of messages be in flight, for comparison.
+Workloads are three small torch models that are captured here, and two models of the zoo. Each workload is planned for
+every fabric, on two networks, for 6 and 8 workers, and simulated with one message in flight, as the runtime sends
+messages. The summary says how much slower than the best other scheduler legato is at most, and how far legato's
+predictions (by formulas) are from the simulation (of single transfers). Plans that need another order of computation
+than the captured order cannot be run, and are summarized separately. The exit status is 1 if another plan that can be
+run is more than 0.5% faster, or if a prediction is more than 1% off. `--any` allows any number of messages in flight,
+for comparison.
 """
 
 from __future__ import annotations

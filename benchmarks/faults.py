@@ -2,10 +2,11 @@
 
     for tests in room quick all; do python benchmarks/faults.py --count 60 --seed 1 --folder faults --tests $tests; done
 
-Each fault is one change of one expression in one file: a sign, an off-by-one, a comparison, two operands that are
-exchanged, or a call that is dropped. The tests of the file, of its folder and of its room try them first and end at the
-first failure; all of `make test` tries what these do not find, and all of `make test-all` what is left then. What
-survives is printed with its change. Results are kept in the folder, and an interrupted run goes on from there.
+A fault is one change of one expression in one file: a sign, an off-by-one, a comparison, two exchanged operands, or a
+call that is left out. First, the tests of the file, of its folder and of its room (`ROOMS`) run, up to the first
+failure. For faults that they do not find, `make test` runs, and for faults that are still left, `make test-all`. Each
+fault that survives is printed with its change. The results are stored in the folder, and an interrupted run continues
+from there.
 """
 
 import argparse

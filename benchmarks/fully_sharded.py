@@ -1,13 +1,13 @@
-"""What planning the groups of fully sharded training wins, how far it is from a long search, and from the bound.
+"""What planning the groups of fully sharded training gains, compared with a long search and with the lower bound.
 
     python benchmarks/fully_sharded.py                       # models at the same memory, at 1.5 times and at twice
     python benchmarks/fully_sharded.py --random 100          # random chains of layers instead of models
-    python benchmarks/fully_sharded.py --search 20           # beside a random search of as many rounds in each cell
+    python benchmarks/fully_sharded.py --search 20           # next to a random search of 20 rounds in each cell
 
 Everything is simulated by FSDP2's rules (docs/fully_sharded.md). A cell is a model, a ratio of communication (two
-gathers and a reduce-scatter of all parameters) to computation, a startup time of a collective, and a memory, in
-multiples of what one group for each block takes. Parameters are bf16, gradients are reduced in fp32, and a group may
-be resharded to a node of 8 unless `--node 0`.
+gathers and a reduce-scatter of all parameters) to computation, a startup time of a collective, and a memory limit. The
+limit is a multiple of the memory that one group for each block takes. Parameters are bf16, gradients are reduced in
+fp32, and a group may be resharded to a node of 8 ranks (with `--node 0`, it may not).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The grid of `schedulers.py` as a static picture that reads on a light and on a dark page."""
+"""The grid of `schedulers.py` as a static picture that is readable on light and dark pages."""
 
 from __future__ import annotations
 

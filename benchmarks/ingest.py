@@ -1,13 +1,13 @@
-"""How fast, and in how much memory, a large profiler trace is imported.
+"""How fast, and with how much memory, a large profiler trace is imported.
 
     python benchmarks/ingest.py 250 500 1000 2000
 
 writes traces of these sizes in MB (kernels, launches, operators with shapes, flows, as
-torch.profiler does), imports each in a process of its own, and prints the
-seconds and the peak memory. Every trace has steps of the same size, so that the
-memory must not grow. With `--gzip` they are compressed; with `--whole` the
-standard library's decoder reads the same file, for comparison; with `--folder`
-the traces are kept there for the next time.
+torch.profiler writes them), imports each trace in a separate process, and prints the
+seconds and the peak memory. Steps have the same size in all traces, so the memory must
+not grow with the size of the trace. With `--gzip`, traces are compressed. With
+`--whole`, the standard library's decoder also reads the same file, for comparison. With
+`--folder`, the traces are kept there for the next run.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Steps of whole jobs whose kinds of communication share links: measured beside simulated, link by link.
+"""Steps of whole jobs whose kinds of communication share links: measured, and simulated link by link.
 
     python benchmarks/kinds_on_links.py [--bandwidth 300Mbit] [--rounds 5] [-o kinds.json]
 
-Four hosts (Linux namespaces with links of that bandwidth) carry out the programs of small jobs: they wait for as long
-as an action computes, and their groups exchange as many bytes as the job does, each group one communication after
-another, with gloo. So kinds of communication in different groups meet on the hosts' links, as in `legato simulate` of
-a job by flows. Links and latencies are measured first, alone. The table has the median of the rounds, and what
-is predicted for it with shared links, and with a network for each communication alone (by formulas).
+Four hosts (Linux namespaces with links of that bandwidth) run the programs of small jobs. Instead of computing, a host
+sleeps. The groups of a job exchange the job's bytes with gloo, one communication after another in each group. So
+communications of different groups share the hosts' links, as in `legato simulate` of a job by flows. Before the jobs,
+links and latencies are measured on idle links. The table has the median over the rounds and two predictions: with
+shared links, and with a separate network for each communication (by formulas).
 """
 
 from __future__ import annotations

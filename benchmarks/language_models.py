@@ -1,8 +1,8 @@
-"""Published sizes and steps of language models beside those of the zoo, as two tables in Markdown.
+"""Published sizes and steps of language models, compared with the zoo's in two Markdown tables.
 
 python benchmarks/language_models.py
 
-The rows of docs/language_models.md; a test compares them. Efficiencies are those of the machines of whole jobs.
+docs/language_models.md has these rows, and a test compares them. The efficiencies come from the machines of whole jobs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Peak memory of a training step on two ranks: DistributedDataParallel and legato, with gradient_as_bucket_view or not.
+"""Peak memory of a training step on two ranks: DistributedDataParallel and legato, with and without bucket views.
 
     python benchmarks/memory.py [--layers 24] [--width 1024] [--mmap-threshold 1000000] [--shards]
 
-The model is a stack of linear layers with few activations, so that parameters,
-gradients, messages and optimizer state are nearly all there is: the worst case
-for a copy of the gradients. Every kind runs in processes of its own. Printed is
-how much the largest resident set of rank 0 lies above the one before the model, in all
-steps and in the last one, how much it holds after that, and what of it are states.
-With `--shards`: DDP, DDP with ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2, without views.
+The model is a stack of linear layers with few activations, so nearly all memory
+holds parameters, gradients, messages and optimizer states: the worst case for a
+copy of the gradients. Every kind of training runs in separate processes. The
+benchmark prints memory of rank 0 beyond its memory before the model was made: the
+peak over all steps, the peak in the last step, and the memory after that step, with
+the part that is states. A view is a gradient inside a bucket
+(`gradient_as_bucket_view`). With `--shards`, the kinds are DDP, DDP with
+ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2, without views.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much MG-WFBP's Algorithm 1 loses against the exact optimum of its own problem, on the papers' models.
+"""How much slower MG-WFBP's Algorithm 1 is than the exact optimum of its own problem, on the papers' models.
 
 python benchmarks/merging.py
 """

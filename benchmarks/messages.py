@@ -1,10 +1,11 @@
-"""What a small message costs: torch's own gloo against the runtime's channel, whose threads do not disturb one another.
+"""What a small message costs: torch's own gloo, and the runtime's channel, whose threads do not disturb each other.
 
     python benchmarks/messages.py [--ranks 2] [--repetitions 40]
 
-Ranks are processes on loopback. A stream of eight all-reduces is handed over at
-once; printed is the time of one, the median of the slowest rank's, by size.
-Both take turns, so that a busy machine slows both.
+Ranks are processes on loopback. A stream of eight all-reduces is started at once.
+For each size, the benchmark prints the time of one all-reduce: the median over the
+repetitions, on the slowest rank. The two kinds take turns, so a busy machine slows
+both.
 """
 
 from __future__ import annotations

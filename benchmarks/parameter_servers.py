@@ -1,19 +1,19 @@
-"""Orders of pulls on real parameter servers, side by side, and held against their predictions.
+"""Orders of pulls from real parameter servers: measured times, compared with each other and with predictions.
 
     python benchmarks/parameter_servers.py                                   # layers, 2 workers, 1 server, 500 Mbit
     python benchmarks/parameter_servers.py --models resnet-v1-50 --servers 1,2 --bandwidth 1Gbit --iterations 10
 
-Every worker, server and inference agent has a host of its own, as in
-`legato rehearse --servers`. `layers` is a chain of 16 layers of 128 KiB, 2 ms
-forward and 3 ms backward each; any other model is one of `legato workload`.
-Cells are kept in the output file as they are finished; those that are there
-already are not measured again.
+Every worker, server and inference agent is on a separate host, as in
+`legato rehearse --servers`. `layers` is a chain of 16 layers of 128 KiB, with 2 ms
+forward and 3 ms backward per layer; any other model is one of `legato workload`.
+Cells are stored in the output file as they are finished, and stored cells are not
+measured again.
 
-Printed of each order: what `legato rehearse` prints, and the time waited for
-parameters. Below: R^2 of a line through overlap coefficient and iteration time
-over all iterations of a cell (TicTac, section 6.2). The coefficient of an
-iteration is (N + C - T) / min(N, C), with N as calibrated, T as measured, and
-for C what of T was not spent waiting.
+For each order, the benchmark prints what `legato rehearse` prints, and the time spent
+waiting for parameters. Below, it prints R^2 of a line that gives iteration time by
+overlap coefficient, over all iterations of a cell (TicTac, section 6.2). The
+coefficient of an iteration is (N + C - T) / min(N, C): N is calibrated, T is
+measured, and C is T without the time spent waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The measured steps of whole jobs beside what other predictors say of them.
+"""The measured steps of whole jobs, compared with predictions of other tools.
 
     git clone https://github.com/calculon-ai/calculon && git -C calculon checkout caa4b11
     git clone https://github.com/MooreThreads/SimuMax && git -C SimuMax checkout 4dcaae5
@@ -9,12 +9,12 @@
     git submodule update --recursive && bash build/astra_analytical/build.sh && cd ..
     python benchmarks/peers.py --astra astra-sim
 
-Calculon predicts GPTs, so it is given the rows of arXiv 2104.04473 and 2205.05198, on its own description of an A100
-(`systems/a100_80g.json`), with the settings of its own validation; SimuMax its own rows, on its own machine with
-efficiencies measured for each shape. legato has fitted five constants on nine rows (`fit`), which medians leave out.
+Calculon predicts GPTs. It gets the rows of arXiv 2104.04473 and 2205.05198, with its own description of an A100
+(`systems/a100_80g.json`) and the settings of its own validation. SimuMax gets its own rows, on its own machine with
+efficiencies measured for each shape. legato has fitted five constants to nine rows (`fit`); medians omit these rows.
 
-ASTRA-sim is given single collectives on one switch, with its two analytical networks: messages that never share a link,
-and messages that wait for links and are stored in the switch as a whole.
+ASTRA-sim gets single collectives on one switch, on each of its two analytical networks. In one network, messages never
+share a link; in the other network, messages wait for links, and the switch stores each message as a whole.
 """
 
 from __future__ import annotations

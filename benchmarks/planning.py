@@ -1,11 +1,11 @@
-"""Seconds of planning: every scheduler, the bound and one simulation, for a model of many tensors.
+"""Seconds of planning for a model of many tensors: every scheduler, the bound and one simulation.
 
     python benchmarks/planning.py [tensors]
     python benchmarks/planning.py large [tensors] [chain|decoder]
 
-Medians of several runs in this process; `import legato` and `legato plan` are processes of their own. With `large`,
-everything is run once, in a fresh process each, and the peak of its memory stands beside the time. A second argument
-names the model: a chain of layers, or a language model with parallel branches.
+The seconds are medians of several runs in this process; `import legato` and `legato plan` run in separate processes.
+With `large`, everything runs once, each item in a fresh process, and the peak memory of the process is printed next to
+the time. The last argument names the model: a chain of layers, or a language model with parallel branches.
 """
 
 from __future__ import annotations

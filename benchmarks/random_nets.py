@@ -1,4 +1,4 @@
-"""Random layered networks: workloads to which nothing was tuned."""
+"""Random layered networks: workloads for which no scheduler was tuned."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""Predicted against measured, and legato against DDP, between shaped hosts on this machine.
+"""Predicted and measured times, and legato and DDP, between shaped hosts on this machine.
 
     python benchmarks/rehearsal.py                       # ResNet-50, 4 hosts, 1 Gbit; ratios 0.5, 1 and 2
     python benchmarks/rehearsal.py --matrix              # every scheduler, model, bandwidth and number of hosts
     python benchmarks/rehearsal.py --matrix --minutes 30 # ... as much of it as half an hour allows
 
-Every cell is one rehearsal: all of its schedulers are measured in turns, in
-blocks, by the same processes, so that each row is a comparison inside one run.
-A ratio is that of communication (all gradients in one message) to computation;
-`own` leaves the workload's times as they are. Cells are kept in the output file
-as they are finished, with the part of the links' rate that large messages got
-(`carried`: headers leave 0.956 of it). Called again, only what is not there yet
-is measured: other cells, and in a cell other schedulers (beside DDP, in a
-rehearsal of their own). The table (.md) and the picture (.html) beside the
-output show all that is there.
+A cell is one rehearsal: the same processes measure all of its schedulers in turns,
+in blocks, so its rows are a comparison within one run. A ratio is the time of
+communication (all gradients in one message) divided by the time of computation;
+`own` leaves the workload's times as they are. Cells are stored in the output file
+as they are finished, with the part of the links' rate that large messages reached
+(`carried`; headers leave 0.956 of the rate). A later run only measures what the
+file lacks: other cells, and for stored cells other schedulers (together with DDP, in
+a separate rehearsal). A table (.md) and a picture (.html) next to the output show
+everything that the file has.
 
-`--matrix` is every scheduler on four models, on two hosts at 1, 2 and 5 Gbit, on
-four at 0.5, 1 and 2, and on eight at 0.25, 0.5 and 1, at ratio 1. By what its
-iterations should take that is 30 hours; with `--iterations 3`, 6.
+`--matrix` runs every scheduler on four models at ratio 1: on two hosts at 1, 2 and
+5 Gbit, on four at 0.5, 1 and 2 Gbit, and on eight at 0.25, 0.5 and 1 Gbit. By the
+predicted time of its iterations, that is 30 hours, or 6 with `--iterations 3`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `rehearsal.py` found, as an interactive picture: predicted over measured, and how much faster than DDP."""
+"""The results of `rehearsal.py` as an interactive picture: predicted over measured times, and speedups over DDP."""
 
 from __future__ import annotations
 

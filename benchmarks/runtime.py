@@ -1,14 +1,14 @@
-"""The runtime's own cost: one process, so that every message is delivered at once.
+"""The runtime's own cost: one process, in which every message arrives at once.
 
     python benchmarks/runtime.py [--iterations 40] [--cuda]
 
-Prints, per model and plan (a message per tensor; 20 tensors a message; all in one), the
-CPU time of an iteration under DistributedDataParallel and under legato, and the ratio,
-all of them medians, and the time to wrap the model. With `--cuda`, on a GPU over NCCL,
-it is the time that passes until the GPU is done. Blocks of five iterations of the
-two alternate, and a ratio is that of two neighbours, so that a machine that slows down
-slows both. (A block ends with all updates applied: otherwise DDP's next module call
-would wait for them.)
+For each model and plan (a message per tensor; a message per 20 tensors; one message), the
+benchmark prints the CPU time of an iteration with DistributedDataParallel and with legato, and
+the ratio, all as medians. It also prints the time to wrap the model. With `--cuda`, the model
+is on a GPU with NCCL, and times end when the GPU is done. Blocks of five iterations of both
+kinds alternate, and a ratio compares two neighbouring blocks, so a machine that slows down
+slows both. (A block ends when all updates are applied. Otherwise, DDP's next module call would
+wait for the updates.)
 """
 
 from __future__ import annotations

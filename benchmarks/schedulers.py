@@ -1,11 +1,12 @@
-"""Every scheduler on two grids: who wins where, and how near the bound.
+"""Every scheduler on two grids: which is fastest where, and how close to the bound.
 
     python benchmarks/schedulers.py [--quick] [--grids zoo] [-o grids.json] [--picture grid.svg]
 
-The first grid is the zoo's models by bandwidths, workers and collectives; the second one,
-random layered networks by latencies and workers. Per cell: legato's gap to the bound; the best of the others
-that can be run, among them p3 with the best slices; DDP; and the time that planning took. A plan of
-all-reduces is compared with the bound for these, and also with the bound for all that can be run.
+The first grid combines the zoo's models with bandwidths, numbers of workers and collectives. The second grid combines
+random layered networks with latencies and numbers of workers. For each cell, the benchmark finds legato's gap to the
+bound, the time of planning, and the gain over DDP and over the best other scheduler whose plan can be run; p3 may also
+use its best size of slices. A plan of all-reduces is compared with the bound for all-reduces, and also with the bound
+for all plans that can be run.
 """
 
 from __future__ import annotations

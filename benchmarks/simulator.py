@@ -1,12 +1,12 @@
-"""How fast the flow simulator is, and how much memory it takes.
+"""How fast the flow simulator is, and how much memory it needs.
 
     python benchmarks/simulator.py [--quick]
 
-Every line runs in a process of its own that has simulated something small
-before, so that numba's compiler (once a machine; its results are kept on disk)
-and its loading are outside the times. Events are services on links and streams
-(docs/simulator.md). "hot loop" is the engine alone, best of five. The last lines
-are whole commands, with the start of Python.
+Every line runs in a separate process that has simulated something small before.
+So times do not include numba's compiler (which runs once on a machine, and stores
+its results on disk) and its loading. Events are services on links and streams
+(docs/simulator.md). "hot loop" is the engine alone, the best of five runs. The
+last lines are whole commands, including the start of Python.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What `legato watch` costs: steps of a training with and without it, in runs that take turns.
+"""What `legato watch` costs: the steps of a training with and without it, in runs that take turns.
 
     python benchmarks/watch.py
 
-A DDP training on two ranks of this machine, over gloo, prints how long its steps take. Those of a watched run are put
-into kinds: before any is recorded, recorded (and the two before, under the profiler), while the traces are judged, and
-after that. Each is compared with the median step of the run without it that came before.
+A DDP training on two ranks of this machine, over gloo, prints how long its steps take. A watched run has five kinds of
+steps: before the recording, recorded under the profiler, the step in which traces are saved, steps during which the
+traces are judged, and steps after that. The median of each kind is compared with the median step of the preceding run
+without `legato watch`.
 """
 
 import json

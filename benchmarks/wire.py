@@ -1,13 +1,13 @@
-"""Loss of a small model that trains with rounded gradients, and with exact ones.
+"""Loss of a small model that trains with rounded gradients and with exact gradients.
 
     python benchmarks/wire.py [--seeds 0,1,2] [--steps 600] [--losses FILE]
 
-A small transformer learns, on two ranks, to continue sequences in which each token is the
-sum of two earlier ones (modulo 31). Per seed, all kinds begin with the same weights and see
-the same batches: exact gradients, all of them in bf16 or fp16, half of the messages in bf16,
-and the same with error feedback. Printed are the mean losses of the last 20 steps before each
-milestone, over the seeds, and how far the seeds are apart. `--losses` writes the loss of every
-step, which `docs/pictures/losses.py` draws.
+A small transformer learns, on two ranks, to continue sequences in which each token is the sum
+of two earlier tokens (modulo 31). For each seed, all kinds of training begin with the same
+weights and see the same batches. The kinds are exact gradients, all gradients in bf16 or fp16,
+half of the messages in bf16, and rounded gradients with error feedback. For some milestones,
+the benchmark prints the mean loss of the 20 steps before it, over the seeds, and the spread of
+the seeds. `--losses` writes the loss of every step, which `docs/pictures/losses.py` draws.
 """
 
 from __future__ import annotations
