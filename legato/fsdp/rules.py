@@ -120,7 +120,7 @@ def program_of(
     per_host: int,
     update_s: float = 0.0,
 ) -> Program:
-    """Return the step that `run` predicts as a program, with `per_host` neighbouring ranks on each host.
+    """Return, as a program, the step that `run` predicts, with `per_host` neighbouring ranks on each host.
 
     The optimizer takes `update_s` seconds at the end. The CPU time of the host is left out.
     """

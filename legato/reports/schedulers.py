@@ -162,7 +162,7 @@ def _seconds(entry: Entry, kind: Kind) -> float:
 
 
 def _baseline(table: Sequence[Entry]) -> Entry | None:
-    """Return the baseline: DDP, or the random order if plans are orders of pulls; None if the table has neither."""
+    """Return the baseline: DDP or, for orders of pulls, the random order; None if the table has neither."""
     return next((e for name in BASELINES for e in table if e.scheduler == name), None)
 
 

@@ -228,7 +228,7 @@ def _of_mesh(
 def _chunks(layers: int, pipeline: int) -> list[int]:
     """Return the numbers of chunks to try for a stage.
 
-    These are fixed numbers, and all that divide a stage's layers, with or without embeddings and output as layers.
+    The numbers are `_CHUNKS`, and all divisors of a stage's layers, with and without embeddings and output as layers.
     """
     found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
     return sorted((found | set(_CHUNKS)) - {1})

@@ -227,7 +227,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Return parameters of the pool with exactly `nbytes` in all: the whole pool, the latest, all but one, or a run."""
+    """Return parameters of the pool that add up to `nbytes`: the latest ones, all but one, or neighbours."""
     pool = [p for p in pool if p.nbytes is not None]
     sizes = [p.nbytes or 0 for p in pool]
     sums = [0, *itertools.accumulate(sizes)]

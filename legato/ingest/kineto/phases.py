@@ -62,7 +62,7 @@ class Phases:
         return "backward" if moment_s < end_s else "optimizer"
 
     def within(self, moment_s: float) -> Phase:
-        """Return the phase like `at`, but between two backward passes, return the next micro-batch's forward."""
+        """Return the same phase as `at`, but forward (of the next micro-batch) between two backward passes."""
         k = bisect.bisect_right(self.passes, moment_s, key=lambda p: p.start_s)
         between = 0 < k < len(self.passes) and moment_s > self.passes[k - 1].end_s
         return "forward" if between else self.at(moment_s)

@@ -8,9 +8,9 @@ awaited by the first op that was launched after the communication and began afte
 earlier op can wait for the communication. Nothing in a step waits for a communication that ends after the step. All
 other idle time is kept.
 
-[Note: when a communication is started] The kernel of a communication begins when the host has launched the kernel, when
-earlier computation has ended, and when earlier work on its stream has ended. Only a kernel that waits for its own
-stream was started before it began.
+[Note: when a communication is started] The kernel of a communication begins when three things have happened: the
+host has launched the kernel, earlier computation has ended, and earlier work on its stream has ended. A communication
+was started before its kernel began only if the kernel waited for earlier work on its own stream.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether the communication can start only after the end of the one that the pause awaits."""
+        """Return whether the communication can start only after the communication for which the pause waits."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S

@@ -39,7 +39,7 @@ _KINDS: dict[str, SpanKind] = {
 class FlowStep:
     """A simulated step, with one lane for each class of workers that are alike.
 
-    The parts of the step belong to the busiest worker of the `lane` of the program.
+    The parts of the step belong to the busiest worker of lane `lane` of the program.
     """
 
     step: Step
@@ -201,7 +201,7 @@ def _busy_s(made: Program, lane: LaneTimes) -> float:
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
-    """Return a worker's seconds of computing, and of waiting for each kind except the pipeline (optimizer included)."""
+    """Return a worker's seconds of computing, and of each kind (waits, and the optimizer) except the pipeline."""
     actions = made.lanes[lane.lane].actions
     computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
     for at, (begin_s, end_s) in lane.times.items():

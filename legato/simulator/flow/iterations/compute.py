@@ -21,7 +21,7 @@ class Stream:
 
     Within a segment, the worker does not interact with the network. `duration_s[worker, segment]` is the duration of a
     segment in seconds. The k-th op of `ops` is in segment `segment[k]`. The k-th op starts at `op_start_s[worker, k]`
-    and ends at `op_end_s[worker, k]`, in seconds after the start of its segment. `at[op]` is the k of an op.
+    and ends at `op_end_s[worker, k]`, in seconds after the start of its segment. `at[op]` is the place k of an op.
     """
 
     def __init__(self, ops: Sequence[int], cuts: set[int], op_duration_s: Times) -> None:

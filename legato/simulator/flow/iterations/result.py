@@ -145,7 +145,7 @@ class MessageTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
-        """Return the times of reducing fragments, then of distributing ones, which a barrier releases all at once."""
+        """Return the times of reducing, then of distributing fragments; a barrier releases the latter all at once."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
         if unrolled.fabric.in_flight is not None:  # other messages wait until the message has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)

@@ -33,9 +33,10 @@ __all__ = ["Iteration", "Unrolled"]
 class Iteration:
     """The ids of the services of an iteration.
 
-    `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a worker launches
-    a message. Services in `summed` [reducing fragment, ...] end when a sum is complete, in `released` [distributing
-    fragment, ...] when it may be distributed, and in `received` [distributing fragment, rank] when it has arrived.
+    Services in `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a
+    worker launches a message. Services in `summed` [reducing fragment, ...] end when a sum is complete, in `released`
+    [distributing fragment, ...] when the sum may be distributed, and in `received` [distributing fragment, rank] when
+    the sum has arrived.
     """
 
     forward: Ids

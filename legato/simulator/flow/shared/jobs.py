@@ -6,11 +6,11 @@ rack), they share the link. All jobs form one graph, which the engine runs like 
 [Note: the window] Jobs have different periods, and their effect on each other depends on the phases in which they meet.
 So every job runs many iterations, and jobs with short periods run more. All jobs run at least until the job with the
 longest period would have finished its `iterations` iterations without the other jobs. Only times in the *window* count.
-The window ends when the first job ends its second to last iteration, because workers that have finished an iteration
-begin the next one before the others have. The window begins when a quarter of the time between the start of the last
-job and the end of the window has passed. Within the window, all jobs run all the time. The iteration time of a job is
-the mean over its iterations between the first and the last end in the window, and its time alone is the mean over the
-same iterations.
+The window ends when the first job ends its second to last iteration, because fast workers begin the next iteration
+before slow workers have finished. The window begins when a quarter of the time between the start of the last job and
+the end of the window has passed. Within the window, all jobs run all the time. The iteration time of a job is the mean
+over its iterations between the first and the last end in the window, and its time alone is the mean over the same
+iterations.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SharedJob:
                 raise InputError(f"{self.name}: {name} {getattr(self, name)} (expected 0 to {_LONGEST_S:.0e} seconds)")
 
     def machines(self, network: Network, number: int) -> Network:
-        """Return the hosts of this job, the `number`-th on a network, as a separate network with one switch.
+        """Return the hosts of this job, the `number`-th job on a network, as a separate network with one switch.
 
         The hosts have several GPUs if the job has whole hosts. The seed is the seed of `network` plus `number`, and
         there are no disturbances.
@@ -358,9 +358,7 @@ class SharedNetwork:
     ) -> tuple[list[Unrolled], list[Ids], Services]:
         """Return the graph of `counts` iterations of the chosen jobs.
 
-        If `wait` is set, iterations wait for services, which are also returned.
-
-        If `wait` is not set, there are no disturbances.
+        With `wait`, iterations wait for services, which are also returned. Without `wait`, there are no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]

@@ -51,8 +51,8 @@ class Phases:
     """The best shifts of all jobs (in seconds; the first job's is 0), and the slowdowns at other shifts.
 
     All slowdowns are means over the jobs (`SharedTimes.slowdown`). `phases` has pairs (shift, slowdown) of the last job
-    that was shifted, over one period of it. `drift` has (share of a period, slowdown): the worst slowdown if the shift
-    of one job is wrong by this share of its period, in either direction. `longer` is the slowdown if the period of the
+    that was shifted, over one period of it. `drift` has pairs (share of a period, worst slowdown if the shift of one
+    job is wrong by this share of its period, in either direction). `longer` is the slowdown if the period of the
     last job is 1% longer, so that the job drifts through all phases; `longer` is None if this simulation needs too many
     transfers.
     """

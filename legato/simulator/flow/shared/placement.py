@@ -37,7 +37,7 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
     "packed" places one job after another on neighbouring hosts. "spread" uses the first host of every rack, then the
     second host of every rack, and so on, so neighbours in a ring are in different racks. (On rails, all hosts are
     connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. These three
-    placements fill a host before the next, so two jobs share a host if the workers of the first do not fill it.
+    placements fill one host before the next host, so two jobs share a host if the first job leaves room on it.
     "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
     placement, and if there is too little room.
     """
