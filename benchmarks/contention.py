@@ -4,7 +4,7 @@
     python benchmarks/contention.py --models bert --links 1Gbit --schedulers ddp,legato
 
 Two workers with one core each train a model, over loopback or between hosts with links of a
-given rate. They capture the model, calibrate the network alone and during the model's
+given rate. The workers capture the model, calibrate the network alone and during the model's
 computation, and plan with every scheduler whose plans can be run. Then DDP itself and all plans
 take turns in blocks of `--steps` steps. Before each block, the model computes alone; the ranks
 then wait for each other after every step, as they do in training. Rows compare the median of a

@@ -4,10 +4,10 @@
 
 Workloads are three small torch models that are captured here, and two models of the zoo. Each workload is planned for
 every fabric, on two networks, for 6 and 8 workers, and simulated with one message in flight, as the runtime sends
-messages. The summary says by how much the best other scheduler is faster than legato at most, and how far
-legato's predictions (by formulas) are from the simulation. Plans that need another order of computation than the captured
-order cannot be run, and are summarized separately. The exit status is 1 if another plan that can be run is more than
-0.5% faster, or if a prediction is more than 1% off. `--any` allows any number of messages in flight, for comparison.
+messages. The summary says by how much the best other scheduler is faster than legato at most, and how far legato's
+predictions (by formulas) are from the simulation. Plans that need another order of computation than the captured order
+cannot be run, and are summarized separately. The exit status is 1 if another plan that can be run is over 0.5% faster,
+or if a prediction is over 1% off. `--any` allows any number of messages in flight, for comparison.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     git submodule update --recursive && bash build/astra_analytical/build.sh && cd ..
     python benchmarks/peers.py --astra astra-sim
 
-Calculon predicts GPTs. It gets the rows of arXiv 2104.04473 and 2205.05198, with its own description of an A100
+Calculon predicts GPTs, and gets the rows of arXiv 2104.04473 and 2205.05198, with its own description of an A100
 (`systems/a100_80g.json`) and the settings of its own validation. SimuMax gets its own rows, on its own machine with
 efficiencies measured for each shape. legato has fitted five constants to nine rows (`fit`); medians omit these rows.
 

@@ -99,7 +99,7 @@ def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
     """Return the section that shows the given values.
 
-    Given a workload and a cluster, but no timeline or measurement, the function makes plans and gives `say` a note.
+    Given a workload and a cluster, but no timeline or measurement, make plans, and call `say` with a note about them.
     """
     timelines, measured = found.timelines(), found.one(Measurement)
     workload, cluster = found.one(Workload), found.one(Cluster)

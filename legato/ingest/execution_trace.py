@@ -7,8 +7,8 @@ something else). For traces of older profilers, operators are matched by their o
 
 [Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. An operator
 writes the storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment
-because they share a storage. If another storage reuses the same memory, this can only add a dependency on an earlier
-op, which costs nothing within one stream.
+because they share a storage. If another storage reuses the same memory, the only effect can be a dependency on an
+earlier op, which costs nothing within one stream.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A send trace is a CSV file with the header `time_s,parameter,size_bytes,source,destination`. A row has the time when a
 parameter was ready to be queued on the network, the name of its edge, its size, and the two devices. Sends from workers
-to parameter servers form the aggregation trace, and sends from servers to workers form the distribution trace. Both
-traces may be in one file or in several.
+to parameter servers form the aggregation trace, and sends from servers to workers form the distribution trace. The two
+kinds of traces may be in one file or in several.
 
 As in the paper, the times of an aggregation trace are relative to its first event, so the backward time of the first
 gradient is missing. Only the order of the distribution trace counts, because its times depend on the network. `after`

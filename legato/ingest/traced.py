@@ -145,8 +145,8 @@ class RankMeasure:
     `computation_s` C is the time in which the device computes, and `communication_s` N the time in which the network
     transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time for
     which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
-    which only such waits happened. In the remaining time, `idle_s`, the device waited for its host. So the step takes
-    T = C + exposed N + exposed waiting + idle. `undelayed_s` is T without the time by which late ranks delayed
+    which only such waits happened. `idle_s` is the remaining time, in which the device waited for its host. The step
+    takes T = C + exposed N + exposed waiting + idle. `undelayed_s` is T without the time by which late ranks delayed
     computation that was already launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and
     Caramel. `host_overlap` is the overlap that a plan can change: alpha without waits for late ranks, and with the
     device's waits for its host counted as computation. `kinds` divides N and exposed N by kinds of collectives. The
@@ -234,9 +234,10 @@ class Imported:
     If the trace lacks something that a plan needs, `workload` is None, and `lacking` says why. The workload describes
     `rank`; `others` are the workloads of the other steps that were read. `ranks` are the measurements of the step in
     the workload and the timeline, and `steps` the measurements of all steps that were read. `transfers` are the
-    collectives of these steps on that rank. `workers` is the number of the job's workers, and `plan` has the messages
-    that the step sent; both are None if the trace does not tell. If `on_device` is False, the host itself computes.
-    `fsdp` says whether FSDP shards the job, and `sharded` has the groups of FSDP2. `whole` is the program of all ranks.
+    collectives of all steps that were read, on `rank`. `workers` is the number of the job's workers, and `plan` has the
+    messages that the step sent; both are None if the trace does not tell. If `on_device` is False, the host itself
+    computes. `fsdp` says whether FSDP shards the job, and `sharded` has the groups of FSDP2. `whole` is the program of
+    all ranks.
     """
 
     workload: Workload | None

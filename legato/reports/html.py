@@ -1,13 +1,13 @@
 """The report: one HTML file that opens without a network connection.
 
 [Note: names are not trusted] The names of ops, tensors and workloads come from
-traces of other programs. In the page, jinja escapes them. The figures' JSON contains
+traces of other programs. In the page, jinja escapes these names. The figures' JSON contains
 no `<` (`_json`), and labels are escaped for plotly, which interprets some HTML
 (`figures.label`). In addition, the page's content security policy forbids loading
 from the network, and allows only the page's two scripts, by their hashes.
 
-[Note: plotly starts late] plotly.js takes longer to start than the rest of the page. It is
-in the page as text, which the page's own script runs when a figure comes into view.
+[Note: plotly starts late] plotly.js takes longer to start than the rest of the page. So the
+page has plotly.js as text, which the page's own script runs when a figure comes into view.
 """
 
 from __future__ import annotations

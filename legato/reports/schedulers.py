@@ -131,7 +131,7 @@ def _messages(timeline: Timeline) -> int:
 def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
     """Return the kind of time to compare, and the entries with such a time.
 
-    Measured medians are preferred to single measured iterations, and these to predictions.
+    Measured medians are preferred, then times of single measured iterations, then predictions.
     """
     kinds: tuple[Kind, ...] = ("measured", "one iteration", "predicted")
     for kind in kinds:

@@ -17,8 +17,9 @@ The first term of T(d) holds if the link is never idle. In the second term, each
 time of the round's bottleneck: the link, the addition, or (with one chunk, which is not sent while it is added up) both
 in turn. After the last reducing round, distribution waits for the sum of the first chunk or of the last chunk.
 
-Rounds and bytes come from the collective (`legato.collectives`). If rounds differ, as in halving-doubling, `_rounds`
-simulates them one by one. With depth 1, all times are the linear costs of `Cluster.derive`.
+Rounds and bytes come from the collective (`legato.collectives`). If rounds take different times, as in
+halving-doubling, `_rounds` simulates the rounds one by one. With depth 1, all times are the linear costs of
+`Cluster.derive`.
 
 The second half of a message adds nothing up. The second half takes half of the time that the whole message would take
 if additions took no time, and the first half takes the rest.

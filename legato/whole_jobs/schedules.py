@@ -13,8 +13,8 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "schedule"]
 class Action(NamedTuple):
     """A pass of a micro-batch through a stage.
 
-    `backward` computes the gradients of activations. It also computes the gradients of weights, unless the stage has a
-    separate action `weights` for that micro-batch.
+    `backward` computes the gradients of activations, and also the gradients of weights unless the stage has a separate
+    action `weights` for that micro-batch.
     """
 
     stage: int

@@ -168,9 +168,9 @@ def predict(job: Job) -> Step:
 def floor_s(job: Job) -> float:
     """Return a lower bound on the seconds of a step.
 
-    Before a worker's own work, a forward pass runs through all stages before the worker's first stage. After this work
-    (except for delayed gradients of weights), a backward pass runs through the same stages. For every schedule except
-    GPipe, the bound is close to the step itself, because bubbles are no longer than these passes.
+    Before a worker's own work, a forward pass runs through all stages before the worker's first stage. After the
+    worker's own work (except for delayed gradients of weights), a backward pass runs through the same stages. For every
+    schedule except GPipe, bubbles are no longer than these two passes, so the bound is close to the step itself.
     """
     stages, workers = _stages(job), job.mesh.pipeline
     tails = [_tail(job, worker, stages).total_s for worker in range(workers)]

@@ -1,8 +1,8 @@
 """Replay the step of a traced job, with traced communications or with predictions for another network.
 
 Computation and idle time are as in the trace. A communication begins when all its workers have started it and the
-previous communication of its groups has ended. It shares no link, and takes its traced time or the time that `cost`
-predicts. docs/traces.md lists the assumptions.
+previous communication of its groups has ended. A communication shares no link, and takes its traced time or the time
+that `cost` predicts. docs/traces.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ProgramStep:
     """A step of a program, as means over its workers.
 
     In a step of `seconds`, a worker computes for `computing_s`, waits for its host for `idle_s`, waits for late workers
-    for `late_s`, and waits for each kind of communication for `exposed_s`. These times add up to the step. `sent` has
-    the bytes that a worker sends by kind and tier, as in `Step`; without a machine it is empty.
+    for `late_s`, and waits for each kind of communication for `exposed_s`. All these parts add up to `seconds`. `sent`
+    has the bytes that a worker sends by kind and tier, as in `Step`; without a machine it is empty.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ def replay(program: Program) -> ProgramStep:
 
 
 def traced_s(program: Program) -> list[float]:
-    """Return the traced seconds of each communication. Raises `InputError` if some of them were not traced."""
+    """Return the traced seconds of each communication. Raises `InputError` if some communications were not traced."""
     if untraced := [k for k, one in enumerate(program.communications) if one.traced_s is None]:
         raise InputError(f"traced_s of {program.describe(untraced[0])}: none (expected a program that was traced)")
     return [one.traced_s or 0.0 for one in program.communications]
@@ -104,7 +104,7 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
     """Return the share of each communication's traced time that grows with its bytes, or None if this is unknown.
 
     The share comes from a line through the traced times of the same operation in groups of the same kind and size, if
-    their bytes differ by a factor of two.
+    the bytes of these communications differ by at least a factor of two.
     """
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
@@ -185,8 +185,8 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
 def repeated(program: Program, workers: int) -> Program:
     """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
 
-    Every copy computes the same, and each of its workers sends as many bytes. Raises `InputError` if `workers` is no
-    multiple of the program's workers, or if nothing in the program is of the kind `data`.
+    Every copy computes the same as the original program, and its workers send as many bytes. Raises `InputError` if
+    `workers` is no multiple of the program's workers, or if nothing in the program is of the kind `data`.
     """
     own = program.workers
     copies, rest = divmod(workers, own)

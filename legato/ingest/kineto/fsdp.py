@@ -4,9 +4,9 @@
 and inside each hook its own work (`FSDP::all_gather (layers.0)`). The computation of a group is what the host launches
 from the group's pre-forward hook to its post-forward hook, and from its pre-backward hook to its reduction. If groups
 are nested, computation belongs to the innermost group. Computation outside all groups belongs to the root, whose marks
-name no module. The hook of a list of modules runs before each module of the list, but its name lists them in the order
-of `named_modules()`. Time in which a device waits for its host counts with the computation after it, because this time
-does not depend on the groups.
+name no module. The hook of a list of modules runs before each module of the list, but the hook's name lists the modules
+in the order of `named_modules()`. Time in which a device waits for its host counts with the computation after it,
+because this time does not depend on the groups.
 """
 
 from __future__ import annotations

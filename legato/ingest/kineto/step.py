@@ -169,7 +169,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """Return, for each kernel that runs several sends and receives, all of these."""
+    """Return the sends and receives of each kernel that runs several of them."""
     since: dict[int, float] = {}  # when each thread launched its last kernel with several sends and receives
     found = []
     for activity, what in zip(issued, described, strict=True):

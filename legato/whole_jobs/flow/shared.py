@@ -4,7 +4,7 @@
 Jobs have steps of different lengths, and how much they slow each other down depends on which phases overlap. So every
 job runs step after step in one simulation. Only steps in the *window* count. The window begins when the last job
 begins, and ends when the first job ends its last step. In the window all jobs always run, and each job runs at least
-`steps` full steps. A job's times are means over these steps.
+`steps` full steps. A job's times are means over its steps in the window.
 """
 
 from __future__ import annotations

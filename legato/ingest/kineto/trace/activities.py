@@ -336,7 +336,7 @@ def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...
 
     The thread of the kernel has issued these sends and receives since `since_s`, without separate kernels.
 
-    The result is empty if the trace lacks the peer or the bytes of one of them.
+    The result is empty if the trace lacks the peer or the bytes of a send or receive.
     """
     columns, found = trace.operator, list[Sent]()
     for i in range(*map(int, np.searchsorted(columns.start, (since_s, activity.host_s)))):

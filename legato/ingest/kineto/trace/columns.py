@@ -178,7 +178,7 @@ class EventColumns:
         return found
 
     def drop(self, rows: NDArray[np.bool_]) -> int:
-        """Drop these events, and return their number."""
+        """Drop the events of these rows, and return how many."""
         for name in ("start", "end", "name", "thread", "link", "record", "external", "_number"):
             setattr(self, name, getattr(self, name)[~rows])
         return int(rows.sum())

@@ -8,10 +8,10 @@ service B in one of two ways:
 - *cut through*: `delay_s` after the begin of A. B then cannot end before `delay_s` after the end of A (the tail of a
   message that is forwarded while it is received).
 
-These two ways are enough for all fabrics. A transfer is a service on the sender's link and a service on the receiver's
-link, released cut through. In multicast, one service releases several services cut through. In in-network aggregation,
-several services release one, cut through or after. Computation is a service on no link. A barrier is a service that
-takes no time.
+*After* and *cut through* are enough for all fabrics. A transfer is a service on the sender's link and a service on the
+receiver's link, released cut through. In multicast, one service releases several services cut through. In in-network
+aggregation, several services release one, cut through or after. Computation is a service on no link. A barrier is a
+service that takes no time.
 
 A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the tail passes
 later. Until the tail passes, the faster link can serve other services.

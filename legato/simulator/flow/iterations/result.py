@@ -271,8 +271,8 @@ class FlowResult:
     def straggler_effect(self) -> float:
         """Return TicTac's straggler effect.
 
-        It is the longest time that a worker waits, after its backward pass, for the slowest worker, divided by the
-        iteration time.
+        The effect is the longest time that a worker waits, after its backward pass, for the slowest worker, divided by
+        the iteration time.
         """
         ends = self.backward_end_s[-1]
         return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
@@ -326,8 +326,8 @@ class FlowResult:
 
         The timeline has the spans of `workers` (None: all workers that were kept), and its iteration time is `last_s`.
         The lanes are "compute" and "network"; the span of a message begins when the message may be sent, and ends when
-        it has arrived. With `links`, if transfers were kept, there are also the lanes "out" and "in". These lanes show
-        all transfers on the worker's link, also for other workers. Raises `InputError` on a worker that was not kept.
+        it has arrived. With `links`, if transfers were kept, the lanes "out" and "in" show all transfers on the
+        worker's link, also for other workers. Raises `InputError` on a worker that was not kept.
         """
         column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
         for worker in () if workers is None else (workers := list(workers)):

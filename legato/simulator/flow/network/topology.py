@@ -12,7 +12,7 @@ up and there is only one way down. The routes of an aggregation also form a tree
 whatever the number of routes that cross the link.
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
-the same ring), all workers behave alike. In this case, only the first `size` workers are simulated, and the host
+the same ring), all workers behave alike. If they do, only the first `size` workers are simulated, and the host
 `worker(w)` is w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the
 worker itself, as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the
 order of transfers on every link, and all times, are the same as in the full simulation.

@@ -142,8 +142,8 @@ class JobTimes:
     """A job's times in the window, in seconds.
 
     `alone_s` is the mean time of an iteration if the job is alone on the same hosts, without disturbances.
-    `iteration_s` is the mean time of an iteration next to the other jobs. Both times are means over the same
-    `iterations` iterations. Next to the other jobs, the shortest iteration took `shortest_s`, and the longest
+    `iteration_s` is the mean time of an iteration next to the other jobs. `alone_s` and `iteration_s` are means over
+    the same `iterations` iterations. Next to the other jobs, the shortest iteration took `shortest_s`, and the longest
     `longest_s`. `utilization` is the share of the time in which a worker computes, as a mean over the workers. If a job
     ends fewer than two iterations in the window, it starves, and all fields but `alone_s` are None.
     """

@@ -36,9 +36,9 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 
     "packed" places one job after another on neighbouring hosts. "spread" uses the first host of every rack, then the
     second host of every rack, and so on, so neighbours in a ring are in different racks. (On rails, all hosts are
-    connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. These three
-    placements fill one host before the next host, so two jobs share a host if the first job leaves room on it.
-    "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
+    connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. "packed",
+    "spread" and "random" fill one host before the next host, so two jobs share a host if the first job leaves room on
+    it. "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
     placement, and if there is too little room.
     """
     if how not in PLACEMENTS:
@@ -62,8 +62,8 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
 def check_taken(taken: set[int], network: Network) -> None:
     """Raise `InputError` if `network` slows down a GPU that no job has, or a network card that no job uses.
 
-    Such a slowdown would change nothing. On rails without spines, transfers also use the cards of GPUs without a
-    worker.
+    A slowdown of something unused would change nothing. On rails without spines, transfers also use the cards of GPUs
+    without a worker.
     """
     cards = {host // network.gpus_per_card for host in taken}
     of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
