@@ -2,8 +2,8 @@
 
 python benchmarks/language_models.py
 
-docs/language_models.md has the rows of both tables, and a test compares them. The efficiencies come from the machines
-of whole jobs.
+docs/language_models.md has the rows of both tables, and a test compares them. Efficiencies are
+those of the machines of whole jobs.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 The model is a stack of linear layers with few activations, so nearly all memory
 holds parameters, gradients, messages and optimizer states: the worst case for a
 copy of the gradients. Every kind of training runs in separate processes. The
-benchmark prints memory of rank 0 beyond its memory before the model was made: the
-peak over all steps, the peak in the last step, and the memory after that step, with
-the part that is states. A view is a gradient inside a bucket
+benchmark prints how much more memory rank 0 holds than before the model was made:
+at the peak of all steps, at the peak of the last step, and after the last step. It
+also prints the size of the states. A view is a gradient inside a bucket
 (`gradient_as_bucket_view`). With `--shards`, the kinds are DDP, DDP with
 ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2, without views.
 """

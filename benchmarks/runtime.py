@@ -4,7 +4,7 @@
 
 For each model and plan (a message per tensor; a message per 20 tensors; one message), the
 benchmark prints the CPU time of an iteration with DistributedDataParallel and with legato, and
-the ratio, all as medians. It also prints the time to wrap the model. With `--cuda`, the model
+the ratio, all as medians. The time to wrap the model is also printed. With `--cuda`, the model
 is on a GPU with NCCL, and times end when the GPU is done. Blocks of five iterations of both
 kinds alternate, and a ratio compares two neighbouring blocks, so a machine that slows down
 slows both. (A block ends when all updates are applied. Otherwise, DDP's next module call would

@@ -4,9 +4,9 @@
 
 The first grid combines the zoo's models with bandwidths, numbers of workers and collectives. The second grid combines
 random layered networks with latencies and numbers of workers. For each cell, the benchmark finds legato's gap to the
-bound, the time of planning, and the gain over DDP and over the best other scheduler whose plan can be run; p3 may also
-use its best size of slices. A plan of all-reduces is compared with the bound for all-reduces, and also with the bound
-for all plans that can be run.
+bound, the time of planning, and the gain over DDP and over the best other scheduler whose plan can be run (p3 is also
+tried with its best size of slices). A plan of all-reduces is compared with the bound for all-reduces, and also with the
+bound for all plans that can be run.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/watch.py
 
 A DDP training on two ranks of this machine, over gloo, prints how long its steps take. A watched run has five kinds of
-steps: before the recording, recorded under the profiler, the step in which traces are saved, steps during which the
-traces are judged, and steps after that. The median of each kind is compared with the median step of the preceding run
-without `legato watch`.
+steps: steps before the recording, steps recorded under the profiler, the step in which traces are saved, steps during
+which the traces are judged, and later steps. The median of each kind is compared with the median step of the preceding
+run without `legato watch`.
 """
 
 import json

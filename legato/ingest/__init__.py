@@ -20,8 +20,8 @@ __all__ = ["FORMATS", "Format"]
 class Format(NamedTuple):
     """A format of traces, with a function that reads one worker's workload, and maybe one for the program of all ranks.
 
-    Each function is written as `module:name`, with a module of `legato.ingest`. The arguments of a function are the
-    files, and its options as keywords.
+    Each function is written as `module:name`, with a module of `legato.ingest`. A function takes the
+    files, and options as keywords.
     """
 
     workload: str

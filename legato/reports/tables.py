@@ -40,7 +40,7 @@ def table_cell(text: str, sort: float | str | None, href: str = "", bar: float |
 
 
 def bar_percent(value: float | None, largest: float) -> float | None:
-    """Return the length of a bar in percent of the bar of the `largest` value; None without a value."""
+    """Return the length of a bar as a percentage of the `largest` value's bar, or None without a value."""
     return None if value is None else round(100 * min(1.0, value / largest), 2)
 
 

@@ -1,10 +1,10 @@
 """Simulation by formulas: the network is one shared resource, and a message costs alpha + beta * bytes.
 
 Planners use the same model (MG-WFBP section II, PACE section IV). Messages are sent one at a time, in the plan's order:
-each message starts when the previous message has ended and all tensors of this message are ready. The cost of its
-collective gives the time of an all-reduce of n bytes; for an all-reduce in chunks, `legato.simulator.pipelining`
-computes the time. If an all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half
-takes half of the time, alpha/2 + beta/2 * n, but only the first half includes the time to add up gradients. Some
+each message starts when the previous message has ended and all tensors of this message are ready. The time of an
+all-reduce of n bytes is the cost of its collective; for an all-reduce in chunks, `legato.simulator.pipelining` computes
+the time. If an all-reduce is split into two halves (reduce_scatter and all_gather, push and pull), each half takes half
+of the time on the network, alpha/2 + beta/2 * n, and the time to add up gradients belongs to the first half. Some
 collectives cannot be split (`UNDIVIDED`). The `server` of a message has no effect in this simulation.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs

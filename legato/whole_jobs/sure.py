@@ -3,8 +3,8 @@
 `LIKE` summarizes published steps by kind. The measured steps are not in the package; `python benchmarks/whole_jobs.py
 --open FILE` computes the summary. The spread of a source covers four of five of its steps, and the spread of a kind is
 the largest spread of its sources. If a kind has fewer than three sources, its spread is at least the largest spread of
-any source, over all steps that agree with the kind on whether parameters are sharded. docs/whole_jobs.md says how often
-such intervals hold for steps of a new source.
+any source of steps with sharded parameters or, if the kind's parameters are unsharded, of steps with unsharded ones.
+docs/whole_jobs.md says how often such intervals hold for steps of a new source.
 """
 
 from __future__ import annotations

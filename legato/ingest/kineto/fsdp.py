@@ -172,7 +172,7 @@ class _Walk:
         return self.step.phases.within(moment_s) == "backward"
 
     def _follow(self, marks: Sequence[_Mark]) -> None:
-        """Record how the state of the host changes at the begin and the end of each mark."""
+        """Record how the state of the host changes at the start and the end of each mark."""
         lasting = [m for m in marks if m.start_s < m.end_s]
         edges = [(m.start_s, True, m) for m in lasting] + [(m.end_s, False, m) for m in lasting]
         own, hook, behind = list[_Mark](), _ROOT, -1

@@ -12,7 +12,7 @@ within this difference.
 [Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
 are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
 everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
-the next step begins. All work of the device between begin and end counts, including the end of an earlier step's
+the next step begins. All work of the device between these two times counts, including the end of an earlier step's
 transfer or the beginning of a later step on another stream. With this definition, no share of the step is larger than
 the step.
 """
@@ -240,7 +240,7 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
 def _extent(
     trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
-    """Return the begin of the step on the device, and its length (see the note above)."""
+    """Return the start of the step on the device, and its length (see the note above)."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
     begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)

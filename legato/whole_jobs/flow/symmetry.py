@@ -1,13 +1,12 @@
 """Workers, groups and links that are alike: the coarsest equitable partition, by colour refinement.
 
-[Note: symmetry]
-In an equitable partition, all workers of a class are in groups of the same classes. All groups of a class have members
-of the same classes, and the same number of connections on links of each class. All links of a class carry the same
-number of connections from groups of each class. Suppose that all workers of a class have done the same up to some
-moment. Then all flows of a class of groups share links with the same kinds of flows, so they have the same max-min fair
-rate, and the workers continue to do the same. So simulating one worker, group and link of each class, on links that
-count all connections, gives the times of the whole network. Differences, such as a stage, a failing link, or a path
-chosen by a hash, appear in the first colours or in the edges, and split the classes that they affect.
+[Note: symmetry] In an equitable partition, all workers of a class are in groups of the same classes. All groups of a
+class have members of the same classes, and the same number of connections on links of each class. All links of a class
+carry the same number of connections from groups of each class. Suppose that all workers of a class have done the same
+up to some moment. Then all flows of a class of groups share links with the same kinds of flows, so they have the same
+max-min fair rate, and the workers continue to do the same. So one worker, group and link of each class are enough to
+find the times of the whole network, if all connections on a link are counted. Differences, such as a stage, a failing
+link, or a path chosen by a hash, appear in the first colours or in the edges, and split the classes that they affect.
 
 Colours are 64-bit hashes (1-dimensional Weisfeiler-Leman, with sums over neighbours). The probability that among a
 million different nodes two have the same colour is 3e-8.

@@ -184,7 +184,7 @@ class EventColumns:
         return int(rows.sum())
 
     def end_in_turn(self) -> int:
-        """End each event at the begin of the thread's next event if it outlasts that event; return how many did."""
+        """Cut each event that outlasts the thread's next event, at that event's start; return how many were cut."""
         count = 0
         for thread in np.unique(self.thread):
             rows = np.flatnonzero(self.thread == thread)

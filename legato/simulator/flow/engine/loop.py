@@ -170,7 +170,7 @@ def _run(records, successors, num_links, profiles, priority, trips):
 
 @_inlined
 def _serve(profiles, service, i, links):
-    """Run service i, and return its begin and end, between which its link (if any) is busy."""
+    """Run service i, and return its start and end, between which its link (if any) is busy."""
     begin, link = service.begin_s, service.link
     if link >= 0:
         begin = max(begin, links[link].free_s)

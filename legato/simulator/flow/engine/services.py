@@ -5,7 +5,7 @@ which it waits have released it. A link serves ready services first come, first 
 service B in one of two ways:
 
 - *after*: `delay_s` after the end of A;
-- *cut through*: `delay_s` after the begin of A. B then cannot end before `delay_s` after the end of A (the tail of a
+- *cut through*: `delay_s` after the start of A. B then cannot end before `delay_s` after the end of A (the tail of a
   message that is forwarded while it is received).
 
 *After* and *cut through* are enough for all fabrics. A transfer is a service on the sender's link and a service on the

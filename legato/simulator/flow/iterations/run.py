@@ -82,8 +82,9 @@ def simulate_flow(
     durations of ops. Without a plan, `plain_plan` is used. With `iterations` None, one iteration is simulated if all
     workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
     Otherwise, three iterations are simulated. `keep_transfers` False drops the data that only the link lanes of
-    `FlowResult.timeline` need; without this data, identical workers in a ring, a shuffle or doublings take little time
-    and memory. By default, only a few of many identical workers are simulated; `symmetry` False simulates every worker.
+    `FlowResult.timeline` need; without this data, identical workers in a ring, a shuffle or recursive doubling take
+    little time and memory. By default, only a few of many identical workers are simulated; `symmetry` False simulates
+    every worker.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.

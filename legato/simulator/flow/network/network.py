@@ -47,10 +47,11 @@ class Network:
     of switches with `ports` ports (None: the smallest sufficient even number). In "rails", card i of every host is
     connected to leaf i, and the leaves to `spines` spines. With 0 spines, transfers between rails go through a host's
     inner switch to a GPU on the other rail (NCCL's PXN), and transfers of a server through the worker's host. Servers
-    are connected to leaves in turn. The links from a leaf to its spines have together the bandwidth of the cards at the
-    leaf / `oversubscription`. In a fat tree, the links from a pod's spines to the cores have together the bandwidth of
-    the links from its leaves to its spines / `core_oversubscription`. `balance` spreads flows over paths: a hash of the
-    flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at once ("spray").
+    are connected to leaves in turn. Together, the links from a leaf to its spines have the bandwidth of the leaf's
+    cards divided by `oversubscription`. In a fat tree, the links from a pod's spines to the cores together have the
+    bandwidth of the links from its leaves to its spines divided by `core_oversubscription`. `balance` spreads flows
+    over paths: a hash of the flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at once
+    ("spray").
 
     With `cut_through`, switches forward a transfer while they receive it; otherwise they wait for the whole transfer.
     `reduce_s_per_byte` is the time to add a received byte to a sum.

@@ -224,8 +224,8 @@ class Switches:
     def s_per_byte(self, host_s_per_byte: float) -> NDArray[np.float64]:
         """Return the seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's link.
 
-        The links from a leaf to its spines have together the bandwidth of the leaf's cards, divided by the
-        oversubscription. The links from a pod's spines to the cores have together the bandwidth of the links from its
+        Together, the links from a leaf to its spines have the bandwidth of the leaf's cards, divided by the
+        oversubscription. The links from a pod's spines to the cores together have the bandwidth of the links from its
         leaves up, divided by the cores' oversubscription.
         """
         if self.one:

@@ -10,9 +10,9 @@ shift changes. If neighbouring shifts are equally good, the middle of the longes
 does least harm. A shift that is better than both its neighbours is refined in steps of a half, a quarter and so on of
 their distance.
 
-If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve transfers in turn,
-jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep their
-phase.
+If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve one transfer at a
+time, jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep
+their phase.
 """
 
 from __future__ import annotations
