@@ -8,9 +8,9 @@ by one in the paper's order, starting from Horovod. Then each part is left out o
 up gradients takes time (otherwise depth would gain nothing). `legato/papers/caramel.py` has the setting and says what
 is fitted in it; the default bandwidth is the one that the paper's own first stage implies.
 
-With `--measured`, the same plans run in turns between hosts with shaped links. Computation is emulated, and takes as
-long as one message of all gradients. The plans run in compiled models, whose graphs are sorted by the order of
-computation.
+With `--measured`, plans with and without the parts run in turns between hosts with shaped links. Computation is
+emulated, and takes as long as one message of all gradients. The plans run in compiled models, whose graphs are sorted
+by the order of computation.
 """
 
 from __future__ import annotations

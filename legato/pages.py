@@ -1,4 +1,4 @@
-"""Write pages that show any of legato's values. Values of one job are drawn together."""
+"""Write pages that show workloads, plans, timelines and results. Values of one job are drawn together."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 [Note: what waits for a communication] A trace tells when a rank computes and when it communicates, but seldom which op
 waits for which communication. If a device is idle although its next kernel has been launched, and communications end
 during this time, the kernel waits for the last of these communications. Any later op may wait for a communication that
-has already ended. It is assumed that the optimizer waits for gradients. Any other communication is assumed to be
-awaited by the first op that was launched after the communication and began after its end. On a slower network, no
+has already ended. It is assumed that the optimizer waits for gradients. For any other communication, it is assumed that
+the first op that was launched after the communication and began after its end waits for it. On a slower network, no
 earlier op can wait for the communication. Nothing in a step waits for a communication that ends after the step. All
 other idle time is kept.
 
