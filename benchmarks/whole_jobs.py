@@ -318,8 +318,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "AA": {"gradient_nbytes": 2, "sent_nbytes": 4, "fused_loss": False},
     # ... masked_softmax.py: the kernel torch is not fused
     "AA-torch": {"fused_softmax": False},
-    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE; the images of sweep.sh have torch 2.0.1, or
-    # a nightly build of 2.1, which would stop early
+    # mosaicml/llm-foundry, scripts/train/benchmarking: mixed_precision PURE; sweep.sh names an image with torch 2.0.1
+    # (and in a comment a nightly build of 2.1, which would stop early)
     "MPT": {"gradient_nbytes": 2, "stops_early": False},
     # the preset, whose sources are in legato/zoo/presets.py
     "NeMo": {field: getattr(FRAMEWORKS["nemo"], field) for field in ("hidden", "gradient_nbytes")},
@@ -509,8 +509,12 @@ def on(row: Row, **machine: float) -> Row:
     return row._replace(job=replace(row.job, machine=replace(row.job.machine, **machine)))
 
 
+def with_facts(row: Row, facts: dict[str, Any]) -> Row:
+    return row._replace(job=replace(row.job, framework=replace(row.job.framework, **facts)))
+
+
 def mixed(row: Row, seconds: float) -> Row:
-    return row._replace(job=replace(row.job, framework=replace(row.job.framework, mixture_s=seconds)))
+    return with_facts(row, {"mixture_s": seconds})
 
 
 def least(loss: Callable[[float], float], low: float, high: float) -> float:
@@ -578,6 +582,8 @@ MACHINES_WITHOUT: dict[str, dict[str, float]] = {
     "nominal bandwidth": {"link_share": 1.0, "card_share": 1.0},
     "no latency of collectives": {"latency_s": 0.0, "network_latency_s": 0.0, "hop_s": 0.0},
 }  # fmt: skip
+#: Facts of the framework without a term.
+FRAMEWORKS_WITHOUT: dict[str, dict[str, Any]] = {"no early stop": {"stops_early": False}}
 #: Functions of terms, and what stands for them when they are left out.
 CODE_WITHOUT: dict[str, tuple[object, str, object]] = {
     "no attention": (layer, "_attention_s", lambda *_: (0.0, 0.0)),
@@ -636,8 +642,10 @@ def show_kept_back(constants: dict[str, float]) -> None:
 
 def show_ablation(found: list[Row]) -> None:
     print(f"{'median / worst':<26}" + "  ".join(f"{family:>17}" for family in (*FAMILIES, "all")))
-    for name in ("all terms", *MACHINES_WITHOUT, *CODE_WITHOUT):
-        changed = [on(row, **MACHINES_WITHOUT.get(name, {})) for row in found]
+    for name in ("all terms", *MACHINES_WITHOUT, *FRAMEWORKS_WITHOUT, *CODE_WITHOUT):
+        changed = [
+            with_facts(on(row, **MACHINES_WITHOUT.get(name, {})), FRAMEWORKS_WITHOUT.get(name, {})) for row in found
+        ]
         with mock.patch.object(*CODE_WITHOUT[name]) if name in CODE_WITHOUT else contextlib.nullcontext():
             lines = list(family_lines(fitted(changed)[0]))
         print(f"{name:<26}" + "  ".join(f"{f'{median:.1%} / {worst:.1%}':>17}" for _, _, median, worst, _ in lines))
