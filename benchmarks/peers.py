@@ -3,7 +3,7 @@
     git clone https://github.com/calculon-ai/calculon && git -C calculon checkout caa4b11
     git clone https://github.com/MooreThreads/SimuMax && git -C SimuMax checkout 4dcaae5
     pip install pandas sympy tqdm psutil matplotlib graphviz    # what they import
-    python benchmarks/peers.py --calculon calculon --simumax SimuMax
+    python benchmarks/peers.py --calculon calculon --simumax SimuMax [--open FILE]
 
     git clone --recursive https://github.com/astra-sim/astra-sim && cd astra-sim && git checkout ec7ea2e
     git submodule update --recursive && bash build/astra_analytical/build.sh && cd ..
@@ -32,7 +32,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from whole_jobs import Row, fitted, rows
+from whole_jobs import Row, fitted, middling, published, rows
 
 from legato.core.job import Job
 from legato.core.workload import Op, Tensor, Workload
@@ -50,7 +50,7 @@ def calculon_s(folder: Path, job: Job) -> float:
     from calculon.llm import Llm
     from calculon.system import System
 
-    model, mesh = job.model, job.mesh
+    model, mesh, eight_bits = job.model, job.mesh, job.machine.name == "h100-fp8"
     application = {
         "hidden": model.hidden,
         "feedforward": model.intermediate,
@@ -69,14 +69,15 @@ def calculon_s(folder: Path, job: Job) -> float:
         "data_par_net": 1,
         "batch_size": job.microbatches * job.microbatch * mesh.data,
         "microbatch_size": job.microbatch,
-        "datatype": "float16",
-        "fused_activation": False,
+        "datatype": "float8" if eight_bits else "float16",
+        "fused_activation": eight_bits,
         "attention_type": "multihead",
-        "activation_recompute": {"full": "full", "core": "attn_only"}[job.recompute],
+        # Flash attention recomputes its scores.
+        "activation_recompute": {"full": "full", "core": "attn_only", "none": "attn_only"}[job.recompute],
         "pipeline_interleaving": job.chunks,
-        "optimizer_sharding": False,
+        "optimizer_sharding": job.shard == "optimizer" and mesh.data > 1,
         "tensor_par_comm_type": "rs_ag" if job.sequence_parallel else "ar",
-        "tensor_par_overlap": "none",
+        "tensor_par_overlap": "ring" if "tensor:forward" in job.framework.hidden and job.sequence_parallel else "none",
         "seq_par_ag_redo": job.sequence_parallel,
         "data_par_overlap": "data" in job.framework.hidden and mesh.data > 1,
         "weight_offload": False,
@@ -84,7 +85,8 @@ def calculon_s(folder: Path, job: Job) -> float:
         "optimizer_offload": False,
         "training": True,
     }
-    system = System(json.loads((folder / "systems/a100_80g.json").read_text()))
+    name = "h100_80g_nvl8" if eight_bits else "a100_80g"
+    system = System(json.loads((folder / f"systems/{name}.json").read_text()))
     prediction = Llm(Llm.Application(application), logging.getLogger("calculon"))
     prediction.compile(system, Llm.Execution.from_json(execution))
     prediction.run(system)
@@ -207,13 +209,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calculon", type=Path, metavar="FOLDER")
     parser.add_argument("--simumax", type=Path, metavar="FOLDER")
+    parser.add_argument("--open", type=Path, metavar="FILE", help="also ask Calculon for the GPT-3 steps in this file")
     parser.add_argument("--astra", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     if options.astra is not None:
         show_astra(options.astra.resolve())
     found, _ = fitted(rows())
+    if options.open is not None:
+        found += [row for row in middling(published(options.open)) if row.label.startswith("gpt3")]
     for name, folder, ask, families in (
-        ("Calculon", options.calculon, calculon_s, ("2104.04473", "2205.05198")),
+        ("Calculon", options.calculon, calculon_s, ("2104.04473", "2205.05198", "NeMo fp8")),
         ("SimuMax", options.simumax, simumax_s, ("B200, dense", "B200, DeepSeek-V2")),
     ):
         if folder is None:
