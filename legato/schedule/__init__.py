@@ -78,7 +78,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:
-    """Return the names of the schedulers for a cluster, which are others if the cluster has parameter servers."""
+    """Return the names of the schedulers for a cluster; there are separate schedulers for parameter servers."""
     return list(SERVER_SCHEDULERS) if cluster.servers else [*SCHEDULERS, *installed(GROUP)]
 
 
@@ -118,10 +118,10 @@ def schedule(
     bf16 or fp16. `"bf16"` rounds only as many bytes as it takes to make the iteration as fast as possible (`rounded`),
     and `"all-bf16"` rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published
     schedulers plan with the cost of messages during computation; `legato` also uses their cost without computation.
-    Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard`
-    needs halves that the collective does not have, or if `wire` is combined with shards, parameter servers or gradients
-    that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the scheduler
-    itself are passed on.
+    Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard` is
+    set but the collective cannot be sent in halves, or if `wire` is combined with shards, parameter servers or
+    gradients that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the
+    scheduler itself pass through unchanged.
     """
     name, function = label(scheduler), scheduler_named(scheduler)
     check_shard(shard)

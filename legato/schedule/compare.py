@@ -80,7 +80,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """One row of `legato plan --json`; if messages may be rounded, it has the fraction of bytes that are."""
+        """One row of `legato plan --json`, with the fraction of bytes that are rounded if messages may be rounded."""
         rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
         return {
             "scheduler": self.plan.scheduler,
@@ -116,9 +116,9 @@ def compare(  # noqa: PLR0913
     A message with several tensors never has more than `max_message_bytes`; schedulers that partition tensors keep every
     message within this limit. With `shard`, all plans shard the optimizer, or also the gradients. With `wire`,
     gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after each contestant. If no
-    contestants are given, a scheduler is left out if the workload is too large for it, if it needs halves that the
-    collective does not have, or if its package is broken. `left_out(name, error)` is then called. Raises `InputError`
-    as `schedule` does, or if a message limit, shards or a wire format are given for parameter servers. Raises
+    contestants are given, a scheduler is left out if the workload is too large for it, if its plans need halves but the
+    collective has none, or if its package is broken. `left_out(name, error)` is then called. Raises `InputError` as
+    `schedule` does, or if a message limit, shards or a wire format are given for parameter servers. Raises
     `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
@@ -185,8 +185,9 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 
     This is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the model leaves
     out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but loses most
-    if the network is slower than predicted. Fast plans that round over half a per cent more of the bytes than the least
-    are not considered. If any candidates are runnable, only runnable candidates are considered.
+    if the network is slower than predicted. Plans that round more bytes than the fast plan that rounds the fewest are
+    not considered, if the difference is over half a per cent of all bytes. If any candidates are runnable, only
+    runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -253,8 +254,8 @@ def stock_buckets(
 ) -> tuple[Plan, float]:
     """Return a plan of merge-optimal that stock DDP can use as its buckets, and the predicted seconds.
 
-    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, plans again with this limit. All other arguments are the same
-    as for `compare`.
+    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, this function plans again with this limit. All other arguments
+    are the same as for `compare`.
     """
     if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
         return merged.plan, merged.iteration_s

@@ -42,21 +42,21 @@ def ready_order(workload: Workload) -> list[int]:
 
 
 def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
-    """Return when each tensor's gradient is ready (seconds). Ops run in this order, by default the captured one."""
+    """Return when each tensor's gradient is ready (seconds) if ops run in `order`, by default the captured order."""
     order = order or workload.phase_ops("backward")
     end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
 
 
 def tails(workload: Workload, order: Sequence[int]) -> list[float]:
-    """Return, for each tensor, the seconds of computation from its first reader to the end, or 0 without readers."""
+    """Return, for each tensor, the seconds of computation from the first op that reads it to the end (or 0)."""
     backwards = order[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
 
 
 def priorities(workload: Workload) -> list[int]:
-    """Return, for each tensor, the position of its first reader in the iteration, or the number of ops without readers.
+    """Return, for each tensor, the position of the first op that reads it, or the number of all ops if none does.
 
     A tensor with a smaller number is more urgent.
     """
@@ -65,7 +65,7 @@ def priorities(workload: Workload) -> list[int]:
 
 
 def resolve_collective(cluster: Cluster, collective: str | None) -> str:
-    """Return the collective to use, for None the cluster's default. Raises `InputError` if the cluster lacks it."""
+    """Return this collective, or the cluster's default for None; raise `InputError` if the cluster lacks it."""
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
@@ -74,8 +74,8 @@ def resolve_collective(cluster: Cluster, collective: str | None) -> str:
 def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
     """Return the cluster without the collectives that have no halves.
 
-    Raises `PlanError` if the given collective has no halves, or, for None, if no collective of the cluster has. The
-    error begins with `what`.
+    Raises `PlanError` if the given collective has no halves, or if it is None and no collective of the cluster has
+    halves. The error begins with `what`.
     """
     asked = cluster.in_halves if collective is None else [collective] if collective not in UNDIVIDED else []
     if not asked:
@@ -99,7 +99,7 @@ def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
 
 
 def message_limit(max_message_bytes: int | None) -> float:
-    """Return the most bytes of a message that holds more than one tensor; for None, the limit is infinite.
+    """Return how many bytes a message of several tensors may have at most: for None, any number.
 
     Raises `InputError` if the limit is below 16 bytes, since some tensors could then not be partitioned.
     """
@@ -113,7 +113,7 @@ def message_limit(max_message_bytes: int | None) -> float:
 def least_partition(option: str, nbytes: int, most: float) -> tuple[str, int]:
     """Return the size of a partition in bytes, and the name of the option that sets it.
 
-    This is the scheduler's own option, or `max_message_bytes` if it is lower.
+    The scheduler's own option sets the size, unless `max_message_bytes` is lower.
     """
     return (option, nbytes) if nbytes <= most else ("max_message_bytes", int(most) // ALIGNMENT * ALIGNMENT)
 
@@ -157,7 +157,7 @@ def gathers_what_it_scatters(plan: Plan) -> bool:
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
-    """Return whether the plan reorders ops, and all of them are optimizer ops."""
+    """Return whether the plan has an order of ops in which only optimizer ops move."""
     return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 
@@ -167,7 +167,7 @@ def has_free_order(workload: Workload) -> bool:
 
 
 def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
-    """Return whether ops, apart from optimizer ops, move only within their graphs."""
+    """Return whether all ops that move are optimizer ops, or nodes that move within their own graph."""
     ops = workload.ops
 
     def stretches(order: Iterable[int]) -> list[int | str]:
@@ -189,7 +189,7 @@ def _without_updates(op_order: Iterable[int], workload: Workload) -> list[int]:
 
 
 def with_node_order(plan: Plan, workload: Workload) -> Plan:
-    """Return the plan with the names of the nodes, in their order, if the runtime has to reorder them."""
+    """Return the plan; if the runtime has to reorder nodes of graphs, add the names of the nodes in the new order."""
     nodes = [i for i in plan.op_order if workload.ops[i].graph]
     if nodes == [i for i in workload.iteration_order() if workload.ops[i].graph] or not is_runnable(plan, workload):
         return plan

@@ -92,7 +92,8 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 def _without_sets(period: Period, order: Order) -> HeadsTails:
     """Return what `heads_tails` returns for one stream, for any number of ops.
 
-    Times differ by rounding, and are too small where `reached_s` returns times that are too small.
+    The times differ by rounding from times by sets, and are too small where `reached_s` returns times that are too
+    small.
     """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")
@@ -137,7 +138,7 @@ def _successors(period: Period) -> list[list[int]]:
 
 
 def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
-    """Return, for each op, the set (as bits) of this op and all ops that it reaches; `order` has neighbours first."""
+    """Return, for each op, the set (as bits) of this op and all ops that it reaches; `order` lists neighbours first."""
     closure = [0] * len(neighbours)
     for i in order:
         closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])

@@ -6,7 +6,7 @@ Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
 Stage 1 chooses the order of the parameter updates: it repeatedly takes the update that needs the least computation
 beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. It adds control
-dependencies from the end set of an update (the op on which it depends directly: `Tensor.ready_after`) to the free set
+dependencies from the end set of an update (the op `Tensor.ready_after`, on which it depends directly) to the free set
 of the next update (the ops it needs that wait for nothing else).
 
 With these dependencies, all ops of one update run before any op of the next update, so only one order of the updates is
@@ -65,7 +65,7 @@ def parts(workload: Workload) -> dict[int, int]:
 
 
 class _Nearest:
-    """A search that repeatedly finds the update with the least left to compute. An op represents all of its parts."""
+    """A search for the update with the least left to compute. An op represents the part that is named after the op."""
 
     def __init__(self, workload: Workload, part_of: dict[int, int]) -> None:
         period = Period.of(workload)
@@ -143,7 +143,7 @@ def _whole_durations(workload: Workload) -> list[int]:
 
 
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
-    """Return an order of all ops of a period in which the backward pass makes the updates in the given order.
+    """Return all ops of a period in an order in which the backward pass finishes the updates in the given order.
 
     Of all orders that the control dependencies of stage 2 allow, this order is closest to the captured one. Optimizer
     and forward ops keep their order in `Workload.iteration_order`.
@@ -153,7 +153,7 @@ def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, .
 
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
-    """Return, for each update, the ops that no earlier update needs, in captured order; ops for no update come last."""
+    """Return, for each update, the ops that no earlier update needs, in captured order, and then all unneeded ops."""
     waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []

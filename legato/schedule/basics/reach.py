@@ -6,9 +6,10 @@ chain, so the length of each prefix describes all of them.
 Source: the chain compression of Jagadish (A Compression Technique to Materialize Transitive Closure, ACM TODS 1990),
 with a greedy cover.
 
-A network is a few branches wide, however deep it is, so an op reaches few chains. The cover keeps their number small. A
-chain continues with the op that has the longest path after it, not with a short end such as the gradient of a weight.
-An op that begins a branch continues the chain of a branch that has ended, if the op reaches all of that chain.
+A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps their
+number small. A chain continues with the op that has the longest path after it, not with a short end such as the
+gradient of a weight. An op that begins a branch continues the chain of a branch that has ended, if the op reaches all
+of that chain.
 
 If an op reaches more chains than there is memory for, only the chains with the longest times are kept. The resulting
 time is then too small, never too large. A release time or a tail that is too small makes a bound weaker, but never
@@ -81,7 +82,7 @@ class Cover:
         return len(self.last) - 1
 
     def joined(self, ops: Sequence[int]) -> dict[int, int]:
-        """Return, by chain, how many ops some ops reach together."""
+        """Return, by chain, how many ops of the chain these ops reach together."""
         if not ops:
             return {}
         joined = self.reached[ops[0]].copy()

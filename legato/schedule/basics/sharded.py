@@ -27,7 +27,7 @@ def check_shard(shard: str) -> None:
 
 
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
-    """Return a sharded plan that groups tensors as this plan of all-reduces, or of their halves, does.
+    """Return a sharded plan with the same groups of tensors as this plan, which sends all-reduces or their halves.
 
     `Plan.sharded` makes the messages, with the all-gathers in the order in which the forward pass first reads their
     parameters. The optimizer ops run between the passes, in the order in which their reduce-scatters arrive. Backward
@@ -45,7 +45,7 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
 
 
 def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
-    """Return, for each tensor, the position of the first forward op that reads it, or the number of ops without any."""
+    """Return, for each tensor, the position of the first forward op that reads it (if none does, the number of ops)."""
     place = {op: k for k, op in enumerate(order)}
     return {
         tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))

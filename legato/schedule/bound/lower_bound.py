@@ -46,8 +46,8 @@ ARGUMENTS: tuple[type[Argument], ...] = get_args(Certificate)
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A proof that no schedule takes less than `seconds` for one iteration.
 
-    `kind` is a wider kind of plans for which this is proved, or None if it is proved for the requested kind. With
-    `at_floors`, every message is assumed to cost only as much as the smallest possible message.
+    `kind` is the wider kind of plans for which the bound is proved, or None for the requested kind. With `at_floors`,
+    every message is assumed to cost only as much as the smallest possible message.
     """
 
     seconds: float
@@ -77,8 +77,8 @@ def lower_bound(  # noqa: PLR0913
 ) -> Bound:
     """Return the largest bound that the arguments prove for the sets tried.
 
-    It holds for every plan that `legato.simulator.collective` accepts with the same `compute` and `shard`, if `order`
-    allows the plan's `op_order`. The bound is sharper if it only has to hold for plans of all-reduces
+    The bound holds for every plan that `legato.simulator.collective` accepts with the same `compute` and `shard`, if
+    `order` allows the plan's `op_order`. The bound is sharper if it only has to hold for plans of all-reduces
     (`sends="all_reduces"`), or for plans that also send reduce-scatters and all-gathers in pairs with the same slices
     (`"pairs"`), as all sharded plans do. With `shard` and `step_last`, the bound holds only for plans with all
     optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
@@ -107,7 +107,7 @@ def lower_bound(  # noqa: PLR0913
 
 
 def _best(problem: Problem, beat: float = 0.0) -> Bound:
-    """Return the largest bound that an argument proves; if no bound is above `beat`, it may be missed."""
+    """Return the largest bound that an argument proves; bounds that are not above `beat` may be missed."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
         found += argument.find(problem, max([beat, *(proved.seconds for proved in found)]))
@@ -129,9 +129,9 @@ def verify_bound(  # noqa: PLR0913
 ) -> Fraction:
     """Return the seconds that the certificate proves in exact arithmetic; pass the same settings as to `lower_bound`.
 
-    The result is rounded down to a whole number of ticks. Raises `InputError` if it is more than one part in 10**9 (the
-    rounding of floats) below what the bound claims, if the certificate names tensors that the workload does not have,
-    or if it is for another kind of plans.
+    The result is rounded down to a whole number of ticks. Raises `InputError` if the bound claims over one part in
+    10**9 (the rounding of floats) more than the certificate proves, if the certificate names tensors that the workload
+    does not have, or if the bound is for another kind of plans.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)

@@ -25,7 +25,7 @@ def check_sends(sends: Sends) -> None:
 
 
 class PlanKind(NamedTuple):
-    """The arguments of `lower_bound` for which the bound holds for a plan."""
+    """A kind of plans, as the arguments with which `lower_bound` gives a bound for such plans."""
 
     order: Order
     sends: Sends

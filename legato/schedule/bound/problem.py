@@ -55,9 +55,9 @@ class Problem:
     """A workload on a cluster, for plans of one kind.
 
     `every` is the workload with all ops; with shards, an optimizer op updates only one worker's shard. `workload` has
-    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are by tensor. A half of an
-    all-reduce takes `half` to start, plus the `half_work` of its bytes. In exact problems, `part_s` is the length of a
-    tick in seconds.
+    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are indexed by tensor. A half
+    of an all-reduce takes `half` to start, plus the `half_work` of its bytes. In exact problems, `part_s` is the length
+    of a tick in seconds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Problem:
         thorough: bool = True,
         exact: bool = False,
     ) -> None:
-        """Count in whole ticks if `exact`. If `thorough`, arguments look at more sets, and all arguments are used."""
+        """Count in ticks if `exact`. If `thorough`, use all arguments, and let each argument look at more sets."""
         check_shard(kind.shard)
         self.sharded = kind.shard != "none"
         if self.sharded and kind.sends == "all_reduces":
@@ -143,7 +143,7 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         raise NotImplementedError
 
     def proves(self, problem: Problem) -> float:
-        """Return the least time of an iteration. Raises `InputError` if the argument does not hold for the problem."""
+        """Return a time that no iteration beats. Raises `InputError` if the argument does not hold for the problem."""
         raise NotImplementedError
 
     def proved(self, problem: Problem) -> Proved:

@@ -4,13 +4,13 @@ Idea: a message cannot be called back once the network has it, and a network tha
 not fully used. So tensors are partitioned, and the most urgent ready partition is always sent next. Credit limits how
 many partitions can be in the network at once: a partition takes as much credit as it has bytes when it leaves, and
 returns the credit when it arrives.
-Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration (Peng et al., SOSP 2019). As in its
-code, a partition may leave while any credit is left.
+Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration (Peng et al., SOSP 2019). As in
+ByteScheduler's code, a partition may leave while any credit is left.
 Units: seconds and bytes.
 
 The plan is the order in which this queue releases its partitions, with the captured op times. The network sends
 partitions in the order in which they come, so an urgent partition waits for all partitions that are already in the
-window. With more credit, preemption is later. With credit for a single partition, this is P3.
+window. More credit delays preemption. With credit for a single partition, this is P3.
 
 The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million parameters of 4 bytes per
 partition, and credit for 16 million (for parameter servers, 1 and 4 million).

@@ -24,8 +24,8 @@ whichever lengthens the iteration less (the backward pass if both are equal).
 
 *Depth* (4.4) divides a message into chunks, so that one chunk is sent while another is added up.
 
-Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from its `ARModel` (section 5). Its time
-oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from the paper's `ARModel` (section 5).
+Its time oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
 Units: seconds and bytes.
 
 Deviations:

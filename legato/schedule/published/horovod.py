@@ -1,10 +1,10 @@
 """Horovod: at every tick of a clock, fuse the gradients that are ready, up to a threshold.
 
 Idea: a background thread wakes up once per cycle, agrees with the other workers on the gradients that all of them have,
-and sends those together. This pays fewer startup times than one message per tensor, and needs no plan. The forward pass
-waits for all messages.
+and sends those together. Fusing gradients costs fewer startup times than one message per tensor, and needs no plan. The
+forward pass waits for all messages.
 Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are HOROVOD_CYCLE_TIME and
-HOROVOD_FUSION_THRESHOLD of its code.
+HOROVOD_FUSION_THRESHOLD of Horovod's code.
 Units: seconds and bytes.
 
 The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Earlier versions, and the papers that compare

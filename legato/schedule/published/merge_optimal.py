@@ -1,15 +1,15 @@
 """The exact optimum of MG-WFBP's own problem, in O(L) for L tensors.
 
 Idea: with the gradients in ready order, let f(j) be the earliest moment at which the first j gradients can have
-arrived. The last message carries the gradients after i up to j, for some i. It starts when the first i gradients have
-arrived and gradient j is ready:
+arrived. The last message carries gradients i + 1 to j, for some i. It starts when the first i gradients have arrived
+and gradient j is ready:
 
     f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
 
 It is enough to merge neighbours in ready order. Any plan with another grouping, order or partitioning can be turned
 into such messages that end no later: move every byte into the first message that starts after the byte is ready.
-Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019). Their Algorithm 1 does not solve it. The
-recurrence is ours.
+Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019). MG-WFBP's Algorithm 1 does not solve this
+problem. The recurrence is ours.
 Units: seconds and bytes.
 
 The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
@@ -20,12 +20,12 @@ the least of terms that all grow with j, or alpha more than an earlier value.
 
 If several plans end at the same time, the plan with the fewest messages is taken.
 
-A cost with a floor (`LinearCost.floor_s`) divides the i at a place that only grows with j. From this place on, a
-message costs the floor, and the first i is best. Before it, the above applies, except that f(i) - beta * bytes(0..i)
-may fall. So a monotone queue keeps the least such value in a window that only moves forward, and the recurrence still
-takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly, which is as fast and finds plans with the
-least rounding errors. The result is then the best way to merge neighbours in ready order. It does not move bytes into a
-message below the floor, although that message could carry them for free.
+A cost with a floor (`LinearCost.floor_s`) splits the values of i at a place that only grows with j. From this place on,
+a message costs the floor, and the first i is best. Before this place, the choice of i is as for costs without a floor,
+except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a window that only
+moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly,
+which is as fast and finds plans with the least rounding errors. The result is then the best way to merge neighbours in
+ready order. It does not move bytes into a message below the floor, although that message could carry them for free.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Deviations:
   takes no backward time.
 - As printed, line 9 leaves the backward start of layer 1 unset, and line 13 reads the start of layer 0. The paper means
   the end of the backward pass (equation 26).
-- The theorem claims that the result is optimal. It is not; `merge_optimal.py` finds the optimum.
+- The theorem claims that the result of Algorithm 1 is optimal, but it is not; `merge_optimal.py` finds the optimum.
 """
 
 from __future__ import annotations

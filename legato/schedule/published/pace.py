@@ -7,8 +7,8 @@ Units: seconds and bytes.
 *The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
 sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
 has the network in time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
-computation after it (Theorem 1). It solves an integer program with T N variables and coefficients of (T N)^t. This is
-the problem 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
+computation after it (Theorem 1). For this, PACE solves an integer program with T N variables and coefficients of (T
+N)^t. PACE's problem is 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
 (`jackson.py`).
 
 In the paper, partitioning costs nothing, and a fused tensor pays the startup time once. In the plan, every piece of the
@@ -29,8 +29,8 @@ rising sequence fills a row of the table, in O(N R) where the recursion takes O(
 
 Deviations:
 - `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"
-  stream that runs the ops in the captured order. Then all ops from the first reader on come after an arrival, and the
-  schedule is still exactly optimal.
+  stream that runs the ops in the captured order. On one stream, all ops from a gradient's first reader on run after its
+  arrival, and the schedule is still exactly optimal.
 - The paper combines the gradients of one op beforehand. Here fusion decides whether to combine them, since they may
   have different readers.
 - Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element is divided. A partition that
@@ -42,7 +42,7 @@ Deviations:
 - For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
   tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
   no larger R can be better, because all communication is already hidden or R startup times take longer. It also stops
-  when the table has 2^27 entries, which is at 1,342 groups of 100,000 tensors.
+  when the table has 2^27 entries, for example at 1,342 groups of 100,000 tensors.
 """
 
 from __future__ import annotations

@@ -24,28 +24,28 @@ Units: transfers for TIC, whole picoseconds for TAC.
 
 Deviations:
 - M+ leaves ties. For example, the first two parameters of a chain have the same M+, because the op that waits only for
-  the first one does not count. TicTac sends tied transfers in any order. Here TIC and TAC send them in the order in
-  which the captured forward pass first reads their parameters.
+  the first one does not count. TicTac sends tied transfers in any order. Here TIC and TAC send tied transfers in the
+  order in which the captured forward pass first reads their parameters.
 - Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
   derivation, equation 2.
 - The paper calls its comparator transitive. It is not transitive, because ties are not: with (M, P) of A (1, 3), B (1,
   1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's next transfer is
   therefore the transfer with the least M+ among those that no other transfer precedes by equation 2. (Equation 2 alone
-  has no cycle. It can be refined to Johnson's order: first the transfers with M < P by rising M, then all others by
-  falling P.)
+  has no cycle. Equation 2 can be refined to Johnson's order: first the transfers with M < P by rising M, then all
+  others by falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
 [Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
 sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole backward pass has
-a single one. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
+a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
 [Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow along the graph. So of all ops
 that need a transfer together with others, the earliest ops need the fewest transfers. If the sets are too large to
-store, a cover of the graph by chains counts the transfers (`reach.py`). A transfer with a single reader is counted at
-this op.
+store, a cover of the graph by chains counts the transfers (`reach.py`). If only one op reads a transfer's tensor, the
+transfer is counted at this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
-same in any order and equal times compare as equal. (A week is 6e17 of at most 9e18.)
+same in any order and equal times compare as equal. (A week has 6e17 picoseconds, and the limit is 9e18.)
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class TransferProperties:
         self._credit(holders[self._count[holders] == 1])
 
     def _credit(self, sets: NDArray[np.intp]) -> None:
-        """Add the load of each set with only one transfer to this transfer's P, since its ops wait for nothing else."""
+        """Add the load of each set with one transfer to the transfer's P, since the set's ops wait for nothing else."""
         only = np.unpackbits(self._bits[sets], axis=1, bitorder="little").argmax(axis=1)
         np.add.at(self.load, only, self._load[sets])
 

@@ -24,7 +24,7 @@ _ARRANGE_S = 4e-7
 
 
 class AllReduces:
-    """The bytes to send in this order of ops (empty for the captured one), and the plans made from messages."""
+    """The bytes to send in an order of ops (empty for the captured order), and the plans made from given messages."""
 
     def __init__(
         self,

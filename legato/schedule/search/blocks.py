@@ -23,7 +23,7 @@ MOST_BLOCKS = 4096
 
 
 def too_many_tensors(count: int) -> bool:
-    """Return whether this number of tensors is planned for in blocks."""
+    """Return whether there are too many tensors to plan without blocks."""
     return count > MOST_BLOCKS
 
 

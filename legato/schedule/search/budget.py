@@ -24,7 +24,7 @@ class Budget:
         self._parent: Budget | None = None
 
     def part(self, fraction: float) -> Budget:
-        """Return a budget for up to this fraction of the work that is left; work that it spends is spent here, too."""
+        """Return a budget for up to this fraction of the work that is left; its work counts in this budget, too."""
         part = Budget(self.work * fraction)
         part._stop_at, part._parent = self._stop_at, self
         return part

@@ -77,7 +77,7 @@ def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHE
 
 
 def contenders(cluster: Cluster) -> list[str]:
-    """Return the published schedulers without `FIRST`, and without those that merge-optimal beats.
+    """Return the published schedulers except those in `FIRST` and those that merge-optimal beats.
 
     If unpacking takes time, merge-optimal may be slower, so no scheduler is left out because of it.
     """

@@ -57,7 +57,7 @@ class Collectives:
         terms = [(cost.alpha_s, cost.beta_s_per_byte, cost.floor_s) for cost in costs]
 
         def beaten(k: int) -> bool:
-            """Return whether another way costs no more at any size."""
+            """Return whether another collective and depth costs no more at any size."""
             return any(
                 not costs[i].points
                 and not costs[k].points

@@ -89,9 +89,10 @@ def fill(
     """Fill messages of these sizes, which change only by the alignment of partitions.
 
     `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
-    `nbytes` are by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come` messages take
-    the bytes that became ready first instead, which completes more tensors early, although some bytes arrive later.
-    Each message starts no earlier than its moment in `not_before_s`, so it can take bytes that are ready by then.
+    `nbytes` are by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come` messages
+    instead take bytes in the order in which they became ready, which completes more tensors early, although some bytes
+    arrive later. Each message starts no earlier than its moment in `not_before_s`, so it can take the bytes that are
+    ready at that moment.
 
     With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
     bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided
@@ -136,8 +137,8 @@ def fill(
 def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
     """Return how many of the bytes `left` of a tensor go into a message that has room for `wanted`.
 
-    If `divides`, the tensor is partitioned. Otherwise it is taken whole if at least half of it fits, or if it is the
-    `first` tensor in the message.
+    If `divides`, the tensor is partitioned. Otherwise the tensor is taken whole if at least half of it fits, or if it
+    is the `first` tensor in the message.
     """
     if wanted >= left:
         return left

@@ -2,14 +2,14 @@
 
 A state has the sizes of the messages, and decides their contents: one of several sets of tails, how many messages take
 the bytes that are ready first, and which tensors are sent as soon as they are ready. Many starting states are valued.
-The best of them are changed at random (`anneal.py`), the best results are changed further, and so on (successive
-halving: Jamieson and Talwalkar, AISTATS 2016).
+The best states are changed at random (`anneal.py`), the best results are changed further, and so on (successive
+halving, Jamieson and Talwalkar, AISTATS 2016).
 
 If there are optimizer ops, the value of a state is the time of an iteration with its updates arranged. Tails cannot
-give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact it runs when its
-gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide which updates fit into the wait
-for the last message. A small tensor that is needed late may be sent while the network waits for a long one, and its
-update then need not wait for the end.
+give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact an optimizer op
+runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide which updates fit
+into the wait for the last message. A small tensor that is needed late may be sent while the network waits for a large
+tensor, and the update of the small tensor then need not wait for the end.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
 
 
 def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal: bool) -> tuple[int, ...]:
-    """Return the fastest plan's order of ops, or one with a better order of updates if that order limits the plan."""
+    """Return the fastest plan's order of ops, with a better order of updates if the order limits the plan's speed."""
     problem, workload = fastest.problem, fastest.problem.workload
     moved = moves_updates_only(fastest.plan, workload)
     order = fastest.plan.op_order if moved else workload.iteration_order()
@@ -206,7 +206,7 @@ class _Search:
         return self._state(sizes, first_come, way, early)
 
     def _send_early(self, state: _State) -> tuple[list[int], frozenset[int]]:
-        """Choose a tensor, and send it with the first message that starts once it is ready, or just before that one.
+        """Choose a tensor, and send it with the first message that starts once it is ready, or before that message.
 
         If the tensor is already sent early, stop doing so.
         """

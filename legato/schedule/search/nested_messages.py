@@ -1,10 +1,10 @@
 """The messages that the bound "nested" asks for; if the bound is exact, they are the best messages.
 
 `bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals (T minus a tail)
-messages should begin and end. Here T is the least time for which it finds such moments. A message then fills the time
-from one moment to the next with the ready bytes that are needed first. It begins no earlier, even if the network is
-free, since it waits for bytes that become ready at this moment. For a chain of layers and one collective, this is the
-optimum for the given tails.
+messages should begin and end. Here T is the least time for which there are such moments. A message then fills the time
+from one moment to the next with the ready bytes that are needed first. The message begins no earlier, even if the
+network is free, since it waits for bytes that become ready at the first of the two moments. For a chain of layers and
+one collective, this is the optimum for the given tails.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _moments(sets: NestedSets, seconds: float) -> list[float]:
 
 
 def _sizes(moments: Sequence[float], instance: Instance) -> list[tuple[int, float]]:
-    """Return (bytes, moment) of a message from each moment to the next: the ready bytes that this time is enough for.
+    """Return (bytes, moment) for a message at each moment: the ready bytes that can be sent before the next moment.
 
     The last message takes all remaining bytes.
     """

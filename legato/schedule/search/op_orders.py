@@ -6,13 +6,13 @@ best order is often between these two: gradients that are needed late would only
 for. So they are computed last, while the urgent gradients are being sent.
 
 So a third order begins with all updates with a tail of at least some limit, in Caramel's order. All other updates
-follow by falling tail, and the best such limit is taken. Then updates move one at a time, as long as this helps. The
-value of an order comes from Jackson's preemptive schedule for the order's release times: it is the optimum if messages
-could be partitioned for free (`jackson.py`).
+follow by falling tail, and the best such limit is taken. Then updates move one at a time, while this helps. The value
+of an order comes from Jackson's preemptive schedule for the order's release times: it is the optimum if messages could
+be partitioned for free (`jackson.py`).
 
 Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
 while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.
-Then the order of the updates is chosen together with the order in which the gradients arrive, and not only afterwards.
+The order of the updates is then chosen together with the order in which the gradients arrive, not after it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Order(NamedTuple):
 
 
 class _Places:
-    """The places in an order that each op can have, which its dependencies and the runtime limit.
+    """The places that each op can have in an order, within the limits of its dependencies and the runtime.
 
     Backward ops stay before all other ops, since an update between them could only make gradients late. All ops except
     optimizer ops keep the captured order, but may move within a sequence of nodes of one graph.
@@ -175,8 +175,8 @@ def promising_orders(
 ) -> list[tuple[int, ...]]:
     """Return different orders of all ops of a period, without the captured order.
 
-    `moves` has the number of moves of updates, and of single ops. The search ends earlier if the value reaches
-    `enough_s` or the budget is spent.
+    `moves` has two numbers: how many moves of updates to try, and how many moves of single ops. The search ends earlier
+    if the value reaches `enough_s` or the budget is spent.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}

@@ -2,8 +2,8 @@
 
 Idea: a wire format stores a value in two bytes instead of four. This halves the cost of a message, but rounds its
 gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
-everything rounded shows which time is possible. Then messages become exact again, as long as the iteration takes at
-most `TOLERANCE` longer. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
+everything rounded shows which time is possible. Then messages become exact again, while the iteration takes at most
+`TOLERANCE` longer than this time. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
 
 If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
 times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
@@ -125,7 +125,7 @@ def rounded(
 
 
 def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
-    """Return the time that an iteration may take: `TOLERANCE` more than the fastest of these."""
+    """Return the time that an iteration may take, which is `TOLERANCE` more than the fastest of these plans takes."""
     return min(seconds for *_, seconds in starts) * (1 + TOLERANCE)
 
 
@@ -243,7 +243,7 @@ def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
 
 
 def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Budget) -> frozenset[int]:
-    """Return the set of units with the most bytes found that can be exact, including the units of `start`."""
+    """Return the largest set of units (by bytes) found that can be exact, including the units of `start`."""
     left = sorted(formats.every - start)
     by_size = sorted(left, key=formats.nbytes.__getitem__, reverse=True)
     meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)

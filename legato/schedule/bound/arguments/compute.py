@@ -13,17 +13,17 @@ __all__ = ["Computation"]
 class Computation(Argument, frozen=True, tag="compute"):
     """A proof that an iteration takes at least as long as a worker computes.
 
-    Under contention, a worker also packs, and for each message it does the message's work or waits for the message.
+    Under contention, a worker also packs gradients, and it works on each message or waits for the message.
     docs/bounds.md has the proof for contention ("Processor").
     """
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Yield the only certificate: it leaves nothing to choose."""
+        """Yield the only certificate, since this argument has no tensors to choose."""
         yield cls().proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """Return the time of all computation, or the longest path with unlimited streams.
+        """Return the time of all computation, or of the longest path if there are unlimited streams.
 
         Under contention on one stream, the least work of the messages is added.
         """

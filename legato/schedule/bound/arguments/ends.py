@@ -1,8 +1,8 @@
-"""The bound "ends", for one set of tensors, from one end of the period or from both ends.
+"""The bound "ends": the least time to send a set of tensors, counted from one end of the period or from both ends.
 
-Gradients are sent in the order of their release and may be partitioned anywhere. A message takes a fixed time to start,
-plus the work of its bytes. Backwards in time, tails play the role of release times. docs/bounds.md has the proofs
-("Release", "Tail", "Both").
+Gradients are sent in the order in which they become ready, and may be partitioned anywhere. A message takes a fixed
+time to start, plus the work of its bytes. Backwards in time, tails play the role of release times. docs/bounds.md has
+the proofs ("Release", "Tail", "Both").
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _MOMENTS, _REFINEMENTS = 16, 3
 
 
 def finish(near: Sequence[float], tensors: Sequence[int], work: Sequence[float], first: float) -> float:
-    """Return f, the least time to send these tensors in messages that take `first` to start.
+    """Return f, the earliest time at which these tensors can have been sent; each message takes `first` to start.
 
-    `near` has a time for each tensor of the workload, and `work` has the work of each of `tensors`.
+    `near` has the release time (or the tail) of each tensor of the workload, and `work` has the work of each of
+    `tensors`.
     """
     return merge_neighbours(*_inward(near, tensors, work), LinearCost(first, 1))[0]
 
@@ -48,10 +49,10 @@ def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]
 
 
 class Ends(Argument, frozen=True, tag="ends"):
-    """The bound for these tensors from the end `at` of the period: when they can have been sent, plus what follows.
+    """The time to send these tensors, seen from the end `at` of the period, plus the least time at the opposite end.
 
-    If `at` is a number, it is a moment in seconds for the argument "Both": the moment, plus the time that is needed for
-    everything that cannot have been sent by then.
+    If `at` is a number, it is a moment in seconds, for the argument "Both": the bound is then the moment plus the time
+    for everything that cannot have been sent before the moment.
     """
 
     tensors: tuple[int, ...]
@@ -118,7 +119,8 @@ class _Both(NamedTuple):
 class Capacity(NamedTuple):
     """How much the network can carry, seen from one end of the period.
 
-    `release` is by tensor, and `finish` (f) and `work` are for the first j tensors. A message takes `first` to start.
+    `release` is indexed by tensor; `finish[j]` (f) and `work[j]` are for the first j tensors. A message takes `first`
+    to start.
     """
 
     release: Sequence[float]
@@ -179,12 +181,12 @@ def counts(most: int) -> Iterator[int]:
 
 
 def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
-    """Yield pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
+    """Yield pairs (end, set of tensors) to try: a family for expensive bytes, and a family for expensive startup times.
 
     The first family comes from the latest deliveries of Jackson's schedule. Suppose that a tensor with tail q arrives
     at C, and that from `begin` to C the network is never idle and sends only tensors with tails of at least q. The
-    tensor is late because of the tensors with release time >= begin and tail >= q. The second family has the tensors
-    with the longest tails, and the tensors with the latest release times: the first 1, 2, 3, 4, 6, 8, 11, 16 and so on.
+    tensor is late because of the tensors with release time >= begin and tail >= q. The second family has sets of 1, 2,
+    3, 4, 6, 8, 11, 16 and so on tensors: those with the longest tails, and those with the latest release times.
     """
     release, tail = problem.release, problem.tail
     everything = range(len(release))
@@ -204,7 +206,7 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
-    """Return when the busy interval up to piece k began, without pieces of tensors with shorter tails."""
+    """Return when the busy interval up to piece k began, in which all pieces have tails at least as long as piece k."""
     shortest = tail[pieces[k][0]]
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1

@@ -21,7 +21,7 @@ _INTERVALS = 1024
 
 
 class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
-    """A proof that equal pairs of halves do not fit into the time. Nothing is gathered before the step."""
+    """A proof that equal pairs of halves do not fit into some time, with every gather after the backward pass."""
 
     most = quick = (1024,)
     precision = (1e-3, 1e-5)
@@ -33,14 +33,14 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the conditions for pairs that are gathered after the backward pass or the step."""
+        """Return the conditions for pairs that are gathered after the backward pass, or after a later update."""
         from_s = first_gather(problem, range(len(problem.workload.tensors)))
         return DividedPairs(sets, problem.half, from_s)
 
     def proves(self, problem: Problem) -> float:
-        """Return the time that is too short.
+        """Return a time that is too short for an iteration.
 
-        Raises `InputError` if that time may suffice, without shards, or with unlimited streams.
+        Raises `InputError` if that time may be long enough, if nothing is sharded, or if there are unlimited streams.
         """
         if not problem.sharded or problem.compute != "one":
             raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")
@@ -59,7 +59,7 @@ class DividedPairs:
         self.moment_s = 0.0  # the maximum found for the last time that fits
 
     def fits(self, seconds: float) -> bool:
-        """Return whether the line of bytes can be divided among pairs that fit into this time."""
+        """Return whether the bytes of all sets can be divided among pairs that fit into this time."""
         limit, total = seconds + rounding(self.work_s) * seconds, self.work_s[-1]
         until_s = limit - self.tail_s[-1] - total - self.half_s
         if until_s < self.from_s:

@@ -40,7 +40,7 @@ def halved(values: Numbers) -> Numbers:
 
 
 class Relaxation(Protocol):
-    """Conditions that every schedule fulfils. Something that is not a schedule may fulfil them as well."""
+    """Conditions that every schedule fulfils; times that no schedule reaches may fulfil these conditions as well."""
 
     def fits(self, seconds: float) -> bool:
         """Return whether the conditions allow an iteration of this length; longer iterations are then allowed, too."""
@@ -67,9 +67,9 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    Each message takes `message_s` to start, and `once_s` is added once. With updates, the inequalities have f(j) and
-    `updates_s`, by i and t, in the place of beta * B(t) + q(j). `innermost_s` is the same for j = 1, and `alone_s`, by
-    t, is for a single message. `both_ends` is the number of messages that two new ends need.
+    Each message takes `message_s` to start, and `once_s` is added once. With updates, f(j) and `updates_s` (indexed by
+    i and t) replace beta * B(t) + q(j). `innermost_s` replaces `updates_s` for j = 1, and `alone_s` (indexed by t) is
+    for a range with a single message. A range with two new ends needs `both_ends` more messages.
     """
 
     release_s: Numbers
@@ -88,9 +88,9 @@ class NestedSets(NamedTuple):
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:
-        """Yield, for each set, the least startup time of its messages, by i and j; stop if `seconds` is too short.
+        """Yield, for each set, a table by i and j of its messages' least startup time; stop if `seconds` is too short.
 
-        Each table overwrites the previous one.
+        Each table overwrites the table before it.
         """
         count, limit = len(self.release_s), seconds + rounding(self.work_s) * seconds - self.once_s
         never = math.inf if self.work_s.dtype.kind == "f" else _NEVER
@@ -116,10 +116,10 @@ class NestedSets(NamedTuple):
 
 
 class _Updating(NamedTuple):
-    """The updates as "Nested" counts them.
+    """The times of optimizer ops for the argument "Nested" of docs/bounds.md.
 
-    By tensor, `own` is at least the time of all updates that wait for it, and `share` is its share of the updates that
-    read it. `released` is U of docs/bounds.md.
+    Both arrays are indexed by tensor: `own` is at least the time of all updates that wait for the tensor, and `share`
+    is the tensor's share of the updates that read it. `released` is U of docs/bounds.md.
     """
 
     own: Numbers
@@ -181,7 +181,7 @@ class Chain:
     def sizes(self, order: Ints, most: int) -> Ints:
         """Return the number of tensors of each set, up to `most` sets, spread evenly by time and bytes.
 
-        A set has all the tensors that its r and q allow.
+        A set has all tensors that can join it without a change of its least release time and its least tail.
         """
         near = np.minimum.accumulate(np.array([self.release_s[order], self.tail_s[order]]), axis=1)
         sizes = np.flatnonzero(np.append((near[:, 1:] < near[:, :-1]).any(axis=0), True)) + 1
@@ -196,7 +196,7 @@ class Chain:
         """Return the sets of these sizes.
 
         If `strict`, the tensors that a set adds all count as ready when the last one is ready, and as needed when the
-        first one is needed, so no tensor is late.
+        first one is needed, so that no tensor is late.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
@@ -265,7 +265,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Find the longest times that are too short for sets by falling release times and by falling tails."""
+        """Find the longest times that are proved too short, with sets by falling release times and by falling tails."""
         chain = cls.chain(problem)
         for most in cls.most if problem.thorough else cls.quick:
             for order in chain.orders():
@@ -277,7 +277,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
                     yield Proved(short, cls(tensors, tuple(sizes.tolist()), short))
 
     def proves(self, problem: Problem) -> float:
-        """Return the time that is too short. Raises `InputError` if that time may suffice."""
+        """Return a time that is too short for an iteration. Raises `InputError` if that time may be long enough."""
         problem.check_tensors(self.tensors)
         if [*self.sets] != sorted({0, *self.sets})[1:] or self.sets[-1:] != (len(self.tensors),):
             raise InputError(f"certificate: sets {self.sets} (expected rising numbers up to {len(self.tensors)})")
@@ -302,7 +302,7 @@ class Nested(OfSets, frozen=True, tag="nested"):
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
-        """Return all tensors. With one stream, their updates count."""
+        """Return all tensors. With one stream, the time of the tensors' updates counts."""
         work = problem.half_work(range(len(problem.workload.tensors)))
         count = problem.compute == "one" and any(work) and problem.workload.phase_ops("optimizer")
         updating = _Updating.of(problem) if count else None

@@ -24,9 +24,9 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """A proof that tensors are scattered first, and gathered after the backward pass, the step or an update.
+    """A proof by the order of events: scatter, then end the backward pass or update, then gather.
 
-    If `op` is given, it is the optimizer op that updates the tensors.
+    If `op` is given, it is the optimizer op that updates these tensors.
     """
 
     tensors: tuple[int, ...]

@@ -47,9 +47,9 @@ class TwoSided(OfSets, frozen=True, tag="two_sided"):
         return DividedHalves(sets, problem.half, _STATES)
 
     def proves(self, problem: Problem) -> float:
-        """Return the time that is too short.
+        """Return a time that is too short for an iteration.
 
-        Raises `InputError` if that time may suffice, if plans may send any halves, or without numba.
+        Raises `InputError` if that time may be long enough, if plans may send any halves, or if numba is missing.
         """
         if problem.sends == "halves":
             raise InputError("certificate: case 'two_sided' for halves (expected pairs or all-reduces)")
@@ -73,7 +73,7 @@ def _can_compile() -> bool:
 class DividedHalves:
     """A test of whether pairs of halves with these sets may fit into some time, with a limited number of states.
 
-    All times are whole numbers. Floats are converted, with a unit that is a small fraction of the sets' total time.
+    All times are whole numbers. Floats become multiples of a unit that is a tiny fraction of the sets' total time.
     """
 
     def __init__(self, sets: NestedSets, half_s: float, states: int) -> None:

@@ -23,7 +23,7 @@ _HALVES = 64
 
 
 class State(NamedTuple):
-    """The facts about the pairs placed so far that matter for the rest of the line."""
+    """The facts about the pairs placed so far that matter for the bytes not placed yet."""
 
     pair_class: int  # class of the last pairs
     kinds: int  # where their halves are
@@ -135,7 +135,8 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
 def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
     """Return the state after one more set, with new pairs of these kinds (or none).
 
-    The result is impossible if its `least` is above its `most`. `limits` is the time of the earlier pairs on each side.
+    The result is impossible if its `least` is above its `most`. `limits` has the time for the earlier pairs on each
+    side.
     """
     pair_class, kinds, before, after, least, most = state
     if new:  # earlier pairs take as many of the added bytes as their limits allow

@@ -140,7 +140,8 @@ class GroupedPeriod:
     def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
         """Yield the halves as messages without collectives.
 
-        If each group is gathered right after it is scattered, and the optimizer is not sharded, they are all-reduces.
+        If each group is gathered right after it is scattered, and the optimizer is not sharded, the messages are
+        all-reduces.
         """
         first, second = arranged.halves[::2], arranged.halves[1::2]
         if not self.is_sharded and all(k + len(groups) == half for k, half in zip(first, second, strict=True)):
@@ -173,7 +174,7 @@ class _Arrangement:
         halves: Sequence[int] = (),
         updates: Sequence[int] | None = None,
     ) -> None:
-        """Send halves by `rank`, or without ranks in the order `halves`; run `updates` in order, or when possible."""
+        """Send halves by `rank`, or in the order of `halves`; run `updates` in order, or each update when possible."""
         self.period, self.count = period, len(groups)
         self.rank, self.fixed = rank, list(halves)[::-1]
         self.fixed_updates = None if updates is None else list(updates)[::-1]
@@ -284,7 +285,7 @@ class _Arrangement:
             self.run_since[reader] = max(self.run_since[reader], now)
 
     def _one_less(self, op: int, now: float) -> None:
-        """Record that from now on, an update has to wait for one event less."""
+        """Record that from now on, an update has to wait for one event fewer."""
         self.waits[op] -= 1
         self.since[op] = max(self.since[op], now)
         if not self.waits[op]:

@@ -1,6 +1,6 @@
 """The search for the best sharded plan.
 
-Candidates are the plans of all schedulers, sharded; the plan that the bound asks for; and plans from a search that
+The candidates are the sharded plans of all schedulers, the plan that the bound asks for, and plans from a search that
 starts from the groups of these plans.
 """
 
