@@ -1,6 +1,7 @@
 """Ring: every rank sends only to its neighbour (MG-WFBP, Table II; Horovod; NCCL).
 
-In n - 1 rounds, the parts go around and are added up. In another n - 1 rounds, the sums go around.
+In n - 1 rounds, the parts of the message travel around the ring and are added up. In another n - 1 rounds, the sums
+travel around the ring.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Algorithm(NamedTuple):
     def cost(self, ranks: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
         """Return (alpha, beta) of an all-reduce: all rounds one after another (MG-WFBP, Table II).
 
-        `latency` is the latency of a transfer in seconds, and `send` is the part for which the sender is busy. `byte`
-        is the time to send a byte, and `reduce` the time to add a byte up (seconds).
+        `latency` is the latency of a transfer in seconds, and `send` is the part of the latency for which the sender is
+        busy. `byte` is the time to send a byte, and `reduce` the time to add a byte up (seconds).
         """
         parts, (rounds, further, there), (others, more, again) = _loads(self, ranks)
         hops = rounds + others if self.latencies is None or ranks == 1 else self.latencies(ranks)

@@ -237,7 +237,7 @@ BACKENDS = ("any", "gloo", "nccl")
 
 
 def carries_out(backend: str, collective: str) -> bool:
-    """Return whether a backend of torch can run a collective: it can run its own collective, and a ring.
+    """Return whether a backend of torch can run a collective: its own collective, or a ring.
 
     A backend may run a ring with any algorithm. Over gloo, legato itself runs all other collectives of `COLLECTIVES`.
     """
@@ -440,7 +440,7 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that adds up gradients. It belongs to the first half."""
+        """Return the part of a derived cost per byte that adds up gradients, which the first half of an all-reduce does."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]

@@ -481,7 +481,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @cached_property
     def divided(self) -> Mesh:
-        """Return the mesh. With replicas, its `expert` is the number of workers that share one copy of the model."""
+        """Return the mesh; with replicas, its `expert` becomes the number of workers that share a copy of the model."""
         mesh = self.mesh
         return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
 

@@ -142,7 +142,7 @@ def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
 
 
 def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
-    """Return the partitioned tensors that are not contiguous in memory; their gradients must be gathered.
+    """Return the partitioned tensors with gradients that are not contiguous in memory and must be assembled.
 
     `sizes` has the bytes of each whole tensor, by name. A reduce-scatter has the same number of elements for each of
     the `ranks`.

@@ -56,7 +56,10 @@ def draw_bars(bars: Sequence[Bar], title: str) -> str:
 
 
 def draw_hosts(gpus: Sequence[tuple[int, str]], gpus_per_host: int, hosts: int, title: str) -> str:
-    """Return a picture of hosts, one row each. Number and colour of a GPU show its group; a tooltip describes it."""
+    """Return a picture of hosts, one row each.
+
+    The number and the colour of a GPU show its group; a tooltip describes the GPU.
+    """
     drawn, colours = [_text(_LEFT, 15, shorten(title, 150), "bold")], list(dict.fromkeys(_COLOURS.values()))
     width = max(3, min(60, (_WIDTH - 90) // gpus_per_host))
     for rank, (number, said) in enumerate(gpus):

@@ -160,7 +160,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
 
     def sending(self, messages: tuple[Message, ...]) -> Plan:
-        """Return the plan with other messages. If DDP cannot send these messages, the carrier becomes legato."""
+        """Return the plan with other messages; if DDP cannot send these messages, the carrier becomes legato."""
         carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
@@ -172,7 +172,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         place come last. Existing halves keep their slices. With `shard="none"`, the plan is returned unchanged.
 
         Raises `InputError` on an unknown `shard`, on a plan for parameter servers, and on a plan that is already
-        sharded otherwise.
+        sharded in another way.
         """
         if shard not in SHARDS:
             raise unknown_name("shard", shard, SHARDS)
@@ -249,7 +249,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"
 
     def _rows(self) -> list[list[str]]:
-        """Return index, size, kind and tensors of each message. A plan has all bytes, and so all tensors' sizes."""
+        """Return index, size, kind and tensors of each message. The sizes of tensors follow from the plan."""
         sizes: dict[str, int] = {}
         for message in self.messages:
             for piece in message.slices:

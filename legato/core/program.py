@@ -64,7 +64,7 @@ class Times(NamedTuple):
 
     @property
     def lanes(self) -> list[float]:
-        """Return the end of each lane."""
+        """Return the time at which each lane ends."""
         return [own[-1] if own else 0.0 for own in self.actions]
 
 

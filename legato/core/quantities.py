@@ -43,7 +43,7 @@ def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: st
 
 
 def parse_bandwidth(text: str) -> float:
-    """Parse a bandwidth into bits per second: `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten). Raises `InputError`."""
+    """Parse a bandwidth such as `10Gbit` or `0.5Gbit` (powers of ten) into bits per second. Raises `InputError`."""
     value = float(_parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit"))
     if value <= 0:
         raise InputError(f"{text!r} is not a bandwidth above zero")
@@ -53,7 +53,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a time into seconds: `30us`, `500ns`, `1.5ms`, `2s`, or `0` without a unit. Raises `InputError`."""
+    """Parse a time such as `30us`, `1.5ms`, `2s`, or `0` without a unit, into seconds. Raises `InputError`."""
     if text.strip() == "0":
         return 0.0
     value = float(_parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s"))
@@ -63,7 +63,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size into bytes: `25MiB` (powers of two), `4kB` (powers of ten), `4096`. Raises `InputError`."""
+    """Parse a size such as `25MiB` (powers of two), `4kB` (powers of ten) or `4096` into bytes. Raises `InputError`."""
     value = _parse(text, _SIZE, "b", "a size like 25MiB, 4kB or 4096")
     if value != int(value):
         raise InputError(f"{text!r} is not a whole number of bytes")
@@ -71,7 +71,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_flops(text: str) -> float:
-    """Parse a rate into floating-point operations per second: `10T`, `312TFLOPS`, `900G`. Raises `InputError`."""
+    """Parse a rate such as `10T` or `312TFLOPS` into floating-point operations per second. Raises `InputError`."""
     value = float(_parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)"))
     if value <= 0:
         raise InputError(f"{text!r} is not a speed above zero")

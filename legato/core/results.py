@@ -34,7 +34,7 @@ class Results(list[Row]):
         return [one.columns for one in self]
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads and the texts of the columns in which results differ."""
+        """Return the headings and the cells of the columns in which results differ."""
         rows = self.rows
         every = list(dict.fromkeys(name for row in rows for name in row))
         heads = [name for name in every if len({str(row.get(name)) for row in rows}) > 1 or name in every[:1]]

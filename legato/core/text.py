@@ -21,19 +21,19 @@ def shorten(name: str, most: int = 40) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 tensor`, `2,000 tensors`."""
+    """Return a number with its noun, such as `1 tensor` or `2,000 tensors`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def with_article(noun: str) -> str:
-    """Return a noun with its article: `a dict`, `an int`."""
+    """Return a noun with its article, such as `a dict` or `an int`."""
     return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """Return a share as a percentage: `3.1%` for 0.031, `+3.1%` if `signed`, no decimals from 100% on.
+    """Return a share as a percentage, such as `3.1%` (`+3.1%` if `signed`) for 0.031; from 100% on, without decimals.
 
-    A share that rounds to zero has no sign: `0.0%`.
+    A share that rounds to zero (`0.0%`) has no sign.
     """
     text = f"{abs(share):.{decimals}%}"
     if abs(share) >= 0.9 and float(text[:-1]) >= 100:

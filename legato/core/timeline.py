@@ -283,7 +283,7 @@ def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
 
 
 def _draw_lanes(timeline: Timeline, title: str, top: float, first: float, second: float) -> tuple[list[str], float]:
-    """Return one timeline from `top` down, and its height in pixels. `first` is the time at the left end (seconds)."""
+    """Return a drawing of a timeline from `top` (pixels) down, and its height; the left end is at `first` (s)."""
     lanes = _lanes(timeline)
     finest_s = max(1.0, sum(len(rows) for _, rows in lanes[:_MOST_LANES]) / _FINE_ROWS) / second
     parts = [_text(_LEFT, top, title, weight="bold")]

@@ -56,7 +56,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A parameter of a module: `nbytes` bytes in elements of `itemsize`, and `rows`, the size of its first dimension.
+    """A parameter of a module: its size in bytes, the bytes of an element, and the size `rows` of its first dimension.
 
     Fully sharded training divides a parameter by rows. `trained` says whether the parameter gets a gradient.
     """
@@ -75,7 +75,7 @@ class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     that several modules share is listed by the first module that is called; `tied` are the paths of the other modules.
     `calls` is the number of calls of the module in a step, and `named` is its place in `named_modules()`. An embedding
     needs no gradient of its input, and the backward pass does not read its parameters. A module does not reach the loss
-    if no gradient comes back to its output, although the module or one before it has trained parameters.
+    if no gradient comes back to its output, although the module or an earlier module has trained parameters.
     """
 
     path: str

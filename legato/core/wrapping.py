@@ -33,9 +33,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A call of `fully_shard`: modules that share an all-gather of parameters and a reduce-scatter of gradients.
 
     `modules` are the paths of the modules in the model, in the order in which they run. `reshard` is
-    `reshard_after_forward`. True frees the parameters after the forward pass. False keeps the parameters until the
-    backward pass has used them. A number n keeps 1/n of the parameters on each of n ranks. If `in_backward` is False,
-    the backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
+    `reshard_after_forward`: True frees the parameters after the forward pass, and False keeps the parameters until the
+    backward pass has used them. With `reshard` = n, each of n ranks keeps 1/n of the parameters. If `in_backward` is
+    False, the backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
     """
 
     modules: tuple[str, ...]
@@ -113,7 +113,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
-        """Return `reshard_after_forward` of each group: False for all if parameters are gathered once a step."""
+        """Return `reshard_after_forward` of each group, which is False if parameters are gathered only once a step."""
         return [group.reshard if self.sync != "gathered-once" else False for group in self.groups]
 
     def as_code(self, model_name: str = "model") -> str:

@@ -3,15 +3,13 @@
 The setting is from section 6: one K80 per worker, 10 Gbps, 8 and 16 workers.
 Caramel runs on the shuffle. Parameter servers are simulated transfer by transfer
 with TensorFlow's round robin and random order. Horovod has its defaults of that
-time (a cycle of 5 ms, fusion up to 64 MiB). All systems are assumed to have a
-latency of 100 us per hop, and sends of a worker that do not wait for each other.
+time (a cycle of 5 ms, fusion up to 64 MiB). In all systems, the latency is assumed to be 100 us per hop, and the sends
+of a worker do not wait for each other.
 
-One constant per system is fitted, and none per model, because at 10 Gbps all of
-Horovod's communication would be hidden. `HOROVOD_BPS` is the bandwidth that its MPI
-achieves, fitted to its 68% utilization on Inception-v3 with 8 workers (section
-6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS` is the bandwidth that
-TensorFlow's transfers achieve, fitted to the 82% of the first stage. All other
-values follow from these constants.
+At the full 10 Gbps, all of Horovod's communication would be hidden. So one constant per system is fitted, and none per
+model. `HOROVOD_BPS` is the bandwidth that Horovod's MPI achieves, fitted to Horovod's 68% utilization on Inception-v3
+with 8 workers (section 6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS` is the bandwidth that TensorFlow's
+transfers achieve, fitted to the 82% of the first stage. All other values follow from these constants.
 """
 
 from __future__ import annotations
@@ -241,7 +239,7 @@ def _depths() -> Part:
 
 
 def _schemes() -> Part:
-    """Compute a small and a large transfer with three schemes (Fig. 14)."""
+    """Compute the times of a small and a large transfer with three schemes (Fig. 14)."""
     names, counts = ("shuffle", "ring", "halving-doubling"), (4, 8, 16, 32)
     figures, few = [], []
     for nbytes in (64e3, 64e6):

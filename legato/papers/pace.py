@@ -8,8 +8,8 @@ whole tensors, in the order in which they are read, without fusion.
 
 The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a
 batch of 64 takes 1.09 s, which is longer than the communication at any bandwidth of
-Fig. 9. But the largest published gain is at 12 Gbps, where communication takes as
-long as computation if computation takes about half of that time.
+Fig. 9. But the largest published gain is at 12 Gbps, where communication takes as long as computation if computation
+takes about half of 1.09 s.
 """
 
 from __future__ import annotations

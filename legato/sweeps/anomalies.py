@@ -23,7 +23,7 @@ _SAME = 1e-3
 
 
 def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Return the rows, with an `anomaly` for each cell that is over 0.1% slower than a cell with less of one axis.
+    """Return the rows, with an `anomaly` for each cell that is over 0.1% slower than a cell with one worse value.
 
     The anomaly is `AXIS=VALUE` of the fastest such cell.
     """

@@ -32,8 +32,8 @@ __all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
-    `lower_bound_s` is a proven bound for plans of this kind; only formulas have one. `parts` are the parts of a whole
-    job's step. `final` is False if another attempt might succeed.
+    `lower_bound_s` is a proven bound for plans of this kind; only simulations by formulas have a bound. `parts` are the
+    parts of a whole job's step. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -96,7 +96,7 @@ class Simulation:
             )
 
     def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
-        """Simulate a plan on the named fabric. Raises `InputError` if this fidelity cannot simulate it."""
+        """Simulate a plan on the named fabric. Raises `InputError` if this fidelity cannot simulate the fabric."""
         if self.fidelity == "transfers":
             options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
             with nullcontext() if name in FABRICS else blame(name):

@@ -130,7 +130,7 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
     """Return the step of a job, computed by flows on a network, or by formulas without one; flows are returned as well.
 
-    With flows, the parts of the step are those parts of the busiest worker, or of a worker of `lane` if it is given.
+    With flows, the parts of the step are the times of the busiest worker, or of a worker of `lane` if `lane` is given.
     """
     if network is None:
         return predict(job), None

@@ -1,6 +1,6 @@
 """AlexNet v2 (Krizhevsky 2014), as TF-slim's `alexnet_v2` defines it and TicTac and Caramel use it.
 
-It has one tower with biases and without normalization. The input of the fully connected layers is 5 x 5 x 256.
+The model has one tower with biases and without normalization. The input of the fully connected layers is 5 x 5 x 256.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BERT-base (Devlin et al. 2018) in pre-training: 12 layers, width 768, 12 heads, and MLPs of width 3072.
 
-It has both heads of pre-training: the head for masked words, which shares the table of word embeddings (a tensor with
-two readers), and the head for the next sentence. The paper says 110 million parameters; the exact number is
+The model has both heads of pre-training: the head for masked words, which shares the table of word embeddings (a tensor
+with two readers), and the head for the next sentence. The paper says 110 million parameters; the exact number is
 110,106,428, in 206 tensors. Sequences have 128 words, as in nine tenths of the paper's pre-training (appendix A.2).
 """
 

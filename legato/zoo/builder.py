@@ -30,7 +30,7 @@ Gradient = Literal["split", "fused", "weights", "identity"]
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An array of the model. It is trained, unless it is a moving mean or variance of a batch normalization."""
+    """An array of the model. A variable is trained, unless it is a moving mean or variance of a batch normalization."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward pass of one sample (a multiply-add is two)."""
+        """Floating-point operations of the forward pass of one sample (a multiply-add counts as two)."""
         return sum(layer.flops for layer in self.layers)
 
 
@@ -181,7 +181,7 @@ class Builder:
         flops: int = 0,
         moved: int | None = None,
     ) -> Value:
-        """Add a layer and return its output, which has this shape. By default, it moves each input and output once."""
+        """Add a layer and return its output of this shape. By default, a layer moves each input and output once."""
         outputs = math.prod(shape)
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs

@@ -24,10 +24,10 @@ PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Device(msgspec.Struct, frozen=True):
     """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
-    `flops_per_s` is the peak of 32-bit training (a multiply-add is two). `bf16_flops_per_s` and `fp16_flops_per_s` are
-    the peaks of 16-bit training, or None if the device lacks this format. `efficiency` is the share of a peak that is
-    reached, `bytes_per_s` is the memory bandwidth, and `overhead_s` (seconds) is added once per op. Raises `InputError`
-    on speeds that are not above zero, and on an efficiency above 1.
+    `flops_per_s` is the peak of 32-bit training (a multiply-add counts as two). `bf16_flops_per_s` and
+    `fp16_flops_per_s` are the peaks of 16-bit training, or None if the device lacks this format. `efficiency` is the
+    share of a peak that is reached, `bytes_per_s` is the memory bandwidth, and `overhead_s` (seconds) is added once per
+    op. Raises `InputError` on speeds that are not above zero, and on an efficiency above 1.
     """
 
     name: str

@@ -29,7 +29,7 @@ class Pool(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Convolutions of the same value, concatenated."""
+    """Several convolutions of the same value; their outputs are concatenated."""
 
     convs: tuple[Conv, ...]
 

@@ -1,9 +1,9 @@
 """Two versions of GoogLeNet (Szegedy et al. 2014).
 
-`googlenet` is Caffe's bvlc_googlenet, which MG-WFBP trains. It has biases, two local response normalizations, and the
-two auxiliary classifiers that are used in training. The classifiers have 6.4 million of its 13.4 million parameters.
-`inception-v1` is TF-slim's model, which TicTac trains. It has batch normalization with only beta, no auxiliary
-classifiers, and 3 x 3 convolutions in the place of the paper's 5 x 5.
+`googlenet` is Caffe's bvlc_googlenet, which MG-WFBP trains. The model has biases, two local response normalizations,
+and the two auxiliary classifiers that are used in training. The classifiers have 6.4 million of the model's 13.4
+million parameters. `inception-v1` is TF-slim's model, which TicTac trains. The model has batch normalization with only
+beta, no auxiliary classifiers, and 3 x 3 convolutions in the place of the paper's 5 x 5.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ because the papers neglect the optimizer.
 
 Three techniques for large models change an iteration. With *recomputed activations*, the backward pass of a block
 starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
-gradients only during the last one. All passes between the first forward pass and the last backward pass are one op,
-`accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices evenly
-among its devices, as tensor parallelism does. The iteration describes one device, which exchanges messages with the
-same device of every other replica. Messages between the devices of a replica are left out.
+gradients only during the last micro-batch. All passes between the first forward pass and the last backward pass are one
+op, `accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices
+evenly among its devices, as tensor parallelism does. The iteration describes one device, which exchanges messages with
+the same device of every other replica. Messages between the devices of a replica are left out.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def lower(  # noqa: PLR0913
     `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's, and `gradients` is
     the precision in which gradients are sent, by default the same. `recompute` computes the activations of each block
     of layers again in the backward pass. `replica_devices` is the number of devices that share the model and its batch.
-    `parts` is for language models. For a micro-batch of a given number of samples, it returns the seconds of each part
-    of the model in each phase (`language.one_gpu.part_times`), to which the ops of that part are scaled. Raises
-    `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision that
-    is unknown or that the device lacks, and on `recompute` for a model that has no blocks.
+    `parts` is for language models. `parts(n)` returns the seconds of each part of the model in each phase for a
+    micro-batch of n samples (`language.one_gpu.part_times`), and the ops of each part are scaled to these seconds.
+    Raises `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision
+    that is unknown or that the device lacks, and on `recompute` for a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)

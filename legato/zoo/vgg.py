@@ -1,9 +1,9 @@
 """VGG (Simonyan, Zisserman 2014).
 
 `vgg-16` and `vgg-19` are the paper's configurations D and E with biases, as in TF-slim (TicTac, Caramel) and MXNet
-(PACE). `vgg-16-299` is the model that the Network Operator Edition measured with Inception's training script. It has
-299 x 299 images, batch normalization after every convolution, 1001 classes, and a first fully connected layer with an
-input of 9 x 9 x 512.
+(PACE). `vgg-16-299` is the model that the Network Operator Edition measured with Inception's training script. The model
+has 299 x 299 images, batch normalization after every convolution, 1001 classes, and a first fully connected layer with
+an input of 9 x 9 x 512.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def vgg_19() -> Model:
 def vgg_16_299() -> Model:
     """Return the model of 6.58 Gb, of which `fc1` has 5.44 Gb; a batch has 32 images.
 
-    These are the numbers of the Network Operator Edition, Tables 2 and 7, sections 8 and 9.1.
+    These sizes are from the Network Operator Edition, Tables 2 and 7, sections 8 and 9.1.
     """
     return _vgg("vgg-16-299", (2, 2, 3, 3, 3), 32, size=299, norm=True, classes=1001)
 

@@ -87,7 +87,7 @@ def _synthetic_speedups(module: str) -> dict[str, list[float]]:
 def _ranking(label: str, row: str, gains: dict[str, list[float]]) -> Cell:
     """Check the ranking of section 8.7, in which neighbours may be equal.
 
-    It is ring, multicast with aggregation, butterfly, multicast, and aggregation.
+    The ranking is ring, multicast with aggregation, butterfly, multicast, and aggregation.
     """
     names = ("ring", _BOTH, "butterfly", "multicast", "aggregation")
     holds = [all(gains[a][k] * _ALIKE >= gains[b][k] for a, b in pairwise(names)) for k in range(len(gains["ring"]))]

@@ -35,7 +35,7 @@ _BASELINE, _BOTH = "parameter-server", "multicast+aggregation"
 
 
 def _validation() -> Part:
-    """Compute Table 1, "Sim", and VGG-16 also with parameters that are distributed in a random order (section 9.4)."""
+    """Compute column "Sim" of Table 1; for VGG-16, also with parameters distributed in random order (section 9.4)."""
     cells = []
     for model, published in TABLE_1.items():
         for mode in MODES:
@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Compute the time of two iterations (Table 9), between sums of the first parameter in iterations 1 and 3."""
+    """Compute the time of two iterations (Table 9), from one sum of the first parameter to its sum two iterations later."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:
@@ -177,8 +177,8 @@ def _block() -> Part:
 def _toy() -> Part:
     """Compute Fig. 2: two workers with three ops of 3 s and three parameters of 3 s.
 
-    The switch adds up bytes as they arrive. A server that sends to one worker after the other lets
-    the second worker start a parameter later, which is 3 s. With multicast, both start together.
+    The switch adds up bytes as they arrive. If a server sends to one worker after the other, the second worker starts
+    later by the time of a parameter, 3 s. With multicast, both start together.
     """
     gbps, count = 1.0, 3
     nbytes = round(3 * gbps * 1e9 / 8)

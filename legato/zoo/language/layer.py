@@ -277,7 +277,7 @@ def _context(job: Job) -> _Sends:
 
 
 def _expert(job: Job) -> _Sends:
-    """Return the exchanges of tokens to their experts and back, in both passes: T h x active experts elements each.
+    """Return the exchanges of tokens to their experts and back, in both passes; each has T h x active experts elements.
 
     If the framework sends only one copy of a token to each host, the k copies of a token cause n (1 - (1 - 1/n)^k)
     sends on average for n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).

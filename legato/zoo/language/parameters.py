@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters: `shared` by all data-parallel workers, and of `experts`, which the workers divide."""
+    """How many parameters all data-parallel workers share, and how many parameters of experts the workers divide."""
 
     shared: int
     experts: int = 0

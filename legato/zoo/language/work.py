@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Exchanges, one after another, that run for `seconds` of a piece of work's computing, from second `after_s` on."""
+    """Successive exchanges during computing: they may run for `seconds`, from second `after_s` of the work on."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
@@ -40,7 +40,7 @@ class Work:
     behind: tuple[Exchange, ...] = ()
 
     def and_then(self, other: Work) -> Work:
-        """Return both as one piece, in which exchanges can run during the computing of both."""
+        """Return both pieces as one piece of work, in which exchanges can run during the computing of both pieces."""
         return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
 
     def window_s(self, one: Beside) -> float:
