@@ -1,4 +1,4 @@
-"""All-reduce algorithms, one file each. `rounds.py` defines what an algorithm is.
+"""All-reduce algorithms, one file each. `rounds.py` defines the type of an algorithm.
 
 Each algorithm in `COLLECTIVES` has a cost on a `Cluster`, runs over gloo, and is a fabric of the flow simulator.
 """

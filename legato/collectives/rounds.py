@@ -75,8 +75,8 @@ class Rounds(NamedTuple):
 class Algorithm(NamedTuple):
     """An all-reduce algorithm; `make` returns its rounds among two or more ranks.
 
-    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if this
-    is the number of rounds. The number is smaller if no rank takes part in all rounds.
+    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if the
+    number of transfers is the number of rounds. The number is smaller if no rank takes part in all rounds.
     """
 
     make: Callable[[int], Rounds]

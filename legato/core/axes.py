@@ -37,11 +37,11 @@ class Axis:
     # what the axis describes: a machine's links, or the switches and disturbances of the network
     part: Literal["", "links", "switches"] = ""
     each_job: bool = False  # whether jobs that share a network may have different values
-    column: str = ""  # the head of its column; a sweep can vary an axis only if it has a column
+    column: str = ""  # the heading of its column; a sweep can vary an axis only if it has a column
     repeated: bool = False  # whether each value needs its own option, because values contain commas
     write: Callable[[Any], str] = str
     words: str = ""  # the words for titles: {} becomes the value, and {s} a plural; by default none
-    title: str = ""  # the label of a plot's axis; by default the head of the column
+    title: str = ""  # the label of a plot's axis; by default the heading of the column
     more_is_better: bool | None = None  # whether a higher value makes iterations faster (True) or slower (False)
 
     def __post_init__(self) -> None:

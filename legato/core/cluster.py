@@ -153,7 +153,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def following(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Return the line of `fit` if it is within 10% at each size, and otherwise a cost that interpolates.
+        """Return the line of `fit` if it is within 10% of all samples, and otherwise a cost that interpolates.
 
         If a larger message took less time than a smaller one, both get the mean of their times. Raises `InputError`
         like `fit`.
@@ -440,7 +440,7 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that adds up gradients, which the first half of an all-reduce does."""
+        """Return the part of a derived cost per byte that adds up gradients in the first half of an all-reduce."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]

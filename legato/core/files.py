@@ -102,7 +102,7 @@ def holds(data: bytes, kind: type[AnyNoun]) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> bytes:
-    """Return all bytes of a file or pipe. Raises `FileError` if it cannot be read, or has more than `MOST_BYTES`."""
+    """Return all bytes of a file or pipe. Raises `FileError` if it is unreadable or has more than `MOST_BYTES`."""
     data = bytearray()
     try:
         with open(path, "rb") as file:
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
-    """Write a value to a file as JSON, atomically (see `write_bytes`). Raises `FileError` if it cannot be written."""
+    """Write a value to a file as JSON, atomically (see `write_bytes`). Raises `FileError` if writing fails."""
     try:
         text = encode(value).decode() + "\n"
     except ValueError as error:
@@ -136,8 +136,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write bytes to a file atomically: if writing fails, the file keeps its old content.
 
-    If the path is not a regular file (`/dev/stdout`, a pipe), it is written to, not replaced. Raises `FileError` if
-    writing fails.
+    If the path is not a regular file but, for example, `/dev/stdout` or a pipe, the file is written to, not replaced.
+    Raises `FileError` if writing fails.
     """
     temporary = None
     try:
@@ -161,7 +161,7 @@ def _reason(error: Exception) -> str:
 
 
 def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:
-    """Return the type that `format` names. Raises `FileError` if it is unknown, or not the given `kind`."""
+    """Return the type that `format` names. Raises `FileError` if the type is unknown, or not the given `kind`."""
     known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
     if None in known:
         return known[None]

@@ -13,7 +13,7 @@ from legato.core.units import Int64
 
 __all__ = ["MeasuredPlan", "Measurement"]
 
-#: Seconds; larger values could overflow in later arithmetic.
+#: The largest time in seconds. Larger values could overflow in later arithmetic.
 _LONGEST_S = 1e18
 
 

@@ -10,7 +10,7 @@ from legato.core.units import format_seconds
 
 __all__ = ["draw_bars", "draw_hosts"]
 
-#: Colours that are legible on light and on dark paper. Parts without a colour in this table get the last colour.
+#: Colours that are legible on light and on dark backgrounds. Parts without a colour in this table get the last colour.
 _COLOURS = {
     "computing": "#2f6db5",
     "bubble": "#a3aab3",

@@ -20,7 +20,7 @@ __all__ = ["PLACEMENTS", "Placement", "place"]
 Placement = Literal["round-robin", "equal"]
 PLACEMENTS: tuple[Placement, ...] = ("round-robin", "equal")
 
-#: In bytes. No element of any dtype crosses a multiple of this number.
+#: A number of bytes. No element of any dtype crosses a multiple of this number.
 _ALIGN = 8
 
 

@@ -80,8 +80,8 @@ def clock(
     communication `after[n]`, if any.
 
     A lane runs until it waits for a communication that other lanes have not started; the last lane to start it wakes
-    the waiting lane, so there is no queue to search. If lanes wait for each other in a circle, they have fewer times
-    than actions.
+    the waiting lane, so there is no queue to search. If lanes wait for each other in a circle, those lanes have fewer
+    times than actions.
     """
     missing = Counter(action.communication for lane in lanes for action in lane if type(action) is Start)
     actions: list[list[float]] = [[] for _ in lanes]

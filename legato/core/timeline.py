@@ -16,7 +16,7 @@ from legato.core.units import Int64, format_bytes, format_seconds
 
 __all__ = ["Bar", "Span", "SpanKind", "Timeline", "coalesce", "draw", "stack"]
 
-#: In seconds. Larger values could overflow in later arithmetic.
+#: The largest time in seconds. Larger values could overflow in later arithmetic.
 _LATEST_S = 1e18
 
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
@@ -230,7 +230,7 @@ def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     return bars
 
 
-#: Colours of pictures in notebooks, which must be legible on light and on dark paper.
+#: Colours of pictures in notebooks, which must be legible on light and on dark backgrounds.
 _COLOURS: dict[str, str] = {"backward": "#e08a1e", "forward": "#2f6db5", "optimizer": "#9a4f96", "message": "#1b8a77"}
 # in pixels: the width of the lanes' names, the width of the time axis, the height of a lane
 _LEFT, _WIDTH, _LANE = 150, 800, 24

@@ -19,7 +19,7 @@ __all__ = ["Module", "Op", "Parameter", "Phase", "Tensor", "Workload"]
 
 Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
-#: In seconds. Larger values could overflow in later arithmetic.
+#: The largest time in seconds. Larger values could overflow in later arithmetic.
 _LONGEST_S = 1e15
 _MOST_ROWS = 10  # in a notebook
 
@@ -107,7 +107,8 @@ class Workload(
     gradients.
 
     `untraced_s` is the time of an iteration without tracing, in seconds (None if it was not measured). `time_scale` is
-    the factor by which the measured op times were multiplied so that their sum is `untraced_s` (1 if they were not).
+    the factor by which the measured op times were multiplied so that their sum is `untraced_s` (1 if the times were not
+    multiplied).
 
     Raises `InputError` if an op or tensor refers to a wrong op, or if a number is out of range.
     """

@@ -3,8 +3,8 @@
 The setting is from section VI: one GTX 1080Ti per worker, ring all-reduce, and
 Horovod with its defaults of that time (a cycle of 5 ms, fusion up to 64 MiB). The
 paper does not print the start-up of an all-reduce; a latency of 30 us per hop is assumed
-for all models and bandwidths. Of TicTac, only its order is used for all-reduces:
-whole tensors, in the order in which they are read, without fusion.
+for all models and bandwidths. Only the order of TicTac is used, for all-reduces of whole tensors in the order in which
+they are read, without fusion.
 
 The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a
 batch of 64 takes 1.09 s, which is longer than the communication at any bandwidth of

@@ -45,7 +45,7 @@ class Cell:
 class Figure:
     """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text.
 
-    The name of a curve with values from the paper ends in `published`; it is drawn as points.
+    The name of a curve with values from the paper ends in `published`; such a curve is drawn as points.
     """
 
     label: str

@@ -43,7 +43,7 @@ _TABLE_1 = {
     "vgg-19": (38, 548.05, 32, 857),
 }
 _WORKERS, _SERVERS, _BATCHES = (4, 8, 16), (1, 2, 4), (0.5, 1.0, 2.0)
-#: The seeds of the random orders; the baseline is their mean.
+#: The seeds of the random orders; the baseline is the mean over these orders.
 _SEEDS = range(4)
 #: The number of runs of section 6.2; the paper has 1,000.
 _RUNS = 200

@@ -52,8 +52,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `bound` holds for all plans of the same `kind`. The kind says whether ops keep the captured order, whether only
     all-reduces or also their halves are sent, what is sharded, and whether messages may be in a wire format. `runnable`
-    says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). It is always true for legato's
-    schedulers for parameter servers.
+    says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). `runnable` is always true for
+    legato's schedulers for parameter servers.
     """
 
     plan: Plan
@@ -183,11 +183,11 @@ def check_bounds(
 def best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the simplest of the plans that are within half a per cent of the fastest one.
 
-    This is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the model leaves
-    out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but loses most
-    if the network is slower than predicted. Plans that round more bytes than the fast plan that rounds the fewest are
-    not considered, if the difference is over half a per cent of all bytes. If any candidates are runnable, only
-    runnable candidates are considered.
+    The simplest plan is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the
+    model leaves out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but
+    loses most if the network is slower than predicted. Plans that round more bytes than the fast plan that rounds the
+    fewest are not considered, if the difference is over half a per cent of all bytes. If any candidates are runnable,
+    only runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -200,9 +200,9 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidate]:
     """Return DDP's own plan and different plans to compare with it in training, the simplest plan first.
 
-    Besides DDP's plan, these are up to `most` runnable plans with the shortest predicted iterations. They include the
-    fastest plan with forward overlap and the fastest without, because an error of the prediction is likely to affect
-    all plans of one kind.
+    Besides DDP's plan, the result has up to `most` runnable plans with the shortest predicted iterations, among them
+    the fastest plan with forward overlap and the fastest without, because an error of the prediction is likely to
+    affect all plans of one kind.
     """
     different: dict[Any, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.plan.carrier != "ddp", c.iteration_s)):

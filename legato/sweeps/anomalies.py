@@ -38,7 +38,7 @@ def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
                 cell = row.axes[axis.field], row.iteration_s, k
                 alike[row.workload, row.fabric, row.scheduler, others].append(cell)
         for cells in alike.values():
-            least = (float("inf"), 0.0)  # seconds and value of the fastest cell so far, which has less
+            least = (float("inf"), 0.0)  # seconds and value of the fastest cell with a worse value
             for value, seconds, k in sorted(cells, reverse=not axis.more_is_better):
                 if seconds > least[0] * (1 + _SAME) and least[0] < best.get(k, (float("inf"), ""))[0]:
                     best[k] = least[0], f"{axis.field}={least[1]:g}"

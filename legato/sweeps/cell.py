@@ -109,7 +109,7 @@ class Simulation:
         return collective.simulate(self.workloads[0], plan, self.network.cluster(name, fabric.servers))
 
     def check(self, plan: Plan, name: str, fabric: Fabric) -> None:
-        """Raise `InputError` before the simulation if it would have too many transfers."""
+        """Raise `InputError`, before the simulation, if the simulation would have too many transfers."""
         if self.fidelity == "transfers":
             try:
                 check_flow(self._job, plan, fabric, self.network, iterations=self.iterations)

@@ -49,7 +49,7 @@ def _parquet(rows: Sequence[Row]) -> bytes:
     kinds |= {axis.field: type(axis.usual) for axis in SWEPT}
     fields = []
     for name in rows[0].columns:
-        kind = kinds[name]  # or that or None
+        kind = kinds[name]  # a type, or a union of a type and None
         fields.append(pa.field(name, types.get(kind) or types[kind.__args__[0]], nullable=kind not in types))
     table = pa.Table.from_pylist([row.columns for row in rows], schema=pa.schema(fields))
     sink = pa.BufferOutputStream()

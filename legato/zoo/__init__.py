@@ -22,9 +22,9 @@ These published numbers cannot be matched:
   the backward pass.
 - *Network Operator Edition, Table 2* truncates some numbers and rounds others. Inception-v3 with 0.715 Gb matches no
   variant of the model (0.869 with the auxiliary classifier, 0.762 without it, and 0.697 without the output layers as
-  well). ResNet-200 has 2.06 Gb in the table. Here it has 2.071 Gb with gamma, as in the paper's Table 7, and 2.069 Gb
-  without. ResNet-101 has 1.3e10 FLOPs in the table and 1.44e10 here. The table's numbers of weights contradict its own
-  sizes.
+  well). ResNet-200 has 2.06 Gb in the table. Here ResNet-200 has 2.071 Gb with gamma, as in the paper's Table 7, and
+  2.069 Gb without. ResNet-101 has 1.3e10 FLOPs in the table and 1.44e10 here. The table's numbers of weights contradict
+  its own sizes.
 - *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here the tensors match exactly, and the
   vocabularies are inferred.
 - *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so on): the released models have other

@@ -54,7 +54,7 @@ class Layer:
     `inputs` are indices of earlier layers (the samples are not listed), and `variables` are indices of the trainable
     variables that the layer reads. `flops` counts a multiply-add of a matrix product as two. `moved` is the number of
     values that the layer reads and writes, and `outputs` is the number of values that it writes. `block` names the part
-    of the model that is computed again as a whole if activations are recomputed; it is empty if the layer is in no
+    of the model that is computed again as a whole if activations are recomputed; `block` is empty if the layer is in no
     block.
     """
 

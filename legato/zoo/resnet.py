@@ -9,9 +9,9 @@
 | `resnet-v2-50-mxnet` (PACE) | MXNet's example | beta and gamma, also on the images | first unit, 3 x 3 |
 
 TF-slim's v2 has biases in the first convolution, in the third convolution of each unit, and in the convolution of the
-shortcut. Its batch normalization has only beta, unless TF-slim's `resnet_arg_scope` is used. Table 1 of TicTac shows
-that TicTac did not use this scope, and Table 7 of the Network Operator Edition shows that the authors of this paper
-used it. In some releases, Caffe's first convolution also has biases; here it has none, as in the paper.
+shortcut. TF-slim's batch normalization has only beta, unless TF-slim's `resnet_arg_scope` is used. Table 1 of TicTac
+shows that TicTac did not use this scope, and Table 7 of the Network Operator Edition shows that the authors of this
+paper used it. In some releases, Caffe's first convolution also has biases; here it has none, as in the paper.
 """
 
 from __future__ import annotations

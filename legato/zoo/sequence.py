@@ -69,8 +69,8 @@ def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Val
 def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> Value:
     """Add an LSTM over the whole sequence as one layer, as in cuDNN.
 
-    As in MXNet, it has four variables: input-to-hidden and hidden-to-hidden weights and biases. `initial` is the value
-    of its first state.
+    As in MXNet, the layer has four variables: input-to-hidden and hidden-to-hidden weights and biases. `initial` is the
+    value of its first state.
     """
     net, (length, width) = x.net, x.shape
     variables = [

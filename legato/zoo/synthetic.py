@@ -38,9 +38,9 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
     `module` is the prefix of the names of the module's ops, up to a `/` or `.`. The paper adds 1 to 125 modules to
     Inception-v3: copies of `mixed_35x35x288b`, which is compute-intensive, or of `mixed_17x17x768e`, which is
     network-intensive. A copy has the module's ops, times and tensors. The module's output must have the shape of its
-    input; a workload has no shapes, so this is not checked. Raises `InputError` if there is no such module. Its forward
-    ops must read exactly one value from outside, and exactly one of their values must be read outside; otherwise,
-    `InputError` is raised as well.
+    input; a workload has no shapes, so this is not checked. Raises `InputError` if there is no such module. The
+    module's forward ops must read exactly one value from outside, and ops outside must read exactly one of its values;
+    otherwise, `InputError` is raised as well.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")

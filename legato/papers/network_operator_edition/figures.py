@@ -1,4 +1,4 @@
-"""Figures 3 to 12, in the fitted mode. The paper prints no values of these figures, so its claims are checked."""
+"""Compute Figures 3 to 12, in the fitted mode. The paper prints no values of the figures, so its claims are checked."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ begin with the first gradient. The auxiliary classifier of Inception is not sent
 (section 5).
 
 *Fitted* changes one constant per model: the backward time becomes the time that the
-ring column of Table 8 implies. The time in Table 3 is 0.09 to 0.2 s too short for
-that column. VGG-16 needs no change.
+ring column of Table 8 implies. The time in Table 3 is 0.09 to 0.2 s too short for the ring column. VGG-16 needs no
+change.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ TABLE_1 = {
     "Resnet-200": (7.15, 3.34, 2.3, 2.29),
     "Resnet-101": (4.57, 2.37, 1.52, 1.5),
 }
-#: Not printed; with this bandwidth, all four models' times with one server are 2 x 8 workers x size / bandwidth.
+#: The bandwidth is not printed; with 5 Gbps, all four models' times with one server are 2 x 8 workers x size / 5 Gbps.
 TABLE_1_WORKERS, TABLE_1_GBPS = 8, 5.0
 #: Table 2: weights, size in Gb, and FLOPs of a forward pass.
 TABLE_2 = {

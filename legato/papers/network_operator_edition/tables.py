@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Compute the time of two iterations (Table 9), from one sum of the first parameter to its sum two iterations later."""
+    """Compute the time of two iterations (Table 9), from sum to sum of the first parameter."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:

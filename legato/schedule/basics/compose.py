@@ -142,8 +142,8 @@ def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> M
 def is_runnable(plan: Plan, workload: Workload) -> bool:
     """Return whether the PyTorch runtime can execute the plan as predicted.
 
-    The runtime sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order,
-    except for the nodes inside a graph of a compiled model, which can run in any order.
+    The runtime sends all-reduces, or their halves in pairs with the same slices. The runtime runs ops in the captured
+    order, except for the nodes inside a graph of a compiled model, which can run in any order.
     """
     return gathers_what_it_scatters(plan) and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
 

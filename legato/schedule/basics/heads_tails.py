@@ -1,8 +1,8 @@
 """The release time and the tail of every tensor: the computation before and after its transfer.
 
 A tensor's *release time* is the earliest moment at which its gradient can be ready
-(Carlier, 1982, calls it the *head*). Its *tail* is the least time from its arrival
-to the end of the period (also called the delivery time). All times are in seconds.
+(Carlier, 1982, calls it the *head*). A tensor's *tail* is the least time from its arrival to the end of the period
+(also called the delivery time). All times are in seconds.
 
                         release time                    tail
     one stream,         backward ops up to the op       optimizer ops that must wait for the arrival, and all

@@ -6,9 +6,8 @@ The last tail then ends at the largest value, over all sets S of jobs, of
 
     min r(S) + sum p(S) + min q(S)
 
-(Horn 1974; Carlier 1982, who calls the release time a head). This is PACE's
-scheduling problem (section IV), with the network as the machine, gradients as jobs,
-and the remaining computation as tails. PACE solves it by a linear program.
+(Horn 1974; Carlier 1982, who calls the release time a head). PACE solves this scheduling problem (section IV), with the
+network as the machine, gradients as jobs, and the remaining computation as tails. PACE uses a linear program.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ gradients are ready early, the network has more time to send them.
 Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
 Stage 1 chooses the order of the parameter updates: it repeatedly takes the update that needs the least computation
-beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. It adds control
-dependencies from the end set of an update (the op `Tensor.ready_after`, on which it depends directly) to the free set
-of the next update (the ops it needs that wait for nothing else).
+beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. Stage 2 adds control
+dependencies from the end set of an update (the op `Tensor.ready_after`, on which the update depends directly) to the
+free set of the next update (the ops which that update needs and which wait for nothing else).
 
 With these dependencies, all ops of one update run before any op of the next update, so only one order of the updates is
 feasible. The ops of one update may still run in any order that the graph allows. Every added dependency is necessary:
@@ -15,7 +15,7 @@ without it, an op could run before its update's turn.
 
 Deviations:
 - Tensors that become ready at the same op belong to the same update.
-- Backward ops that no update needs (the gradient of the input) do not occur in the paper. These ops come last, as if
+- Backward ops that no update needs (the gradient of the input) do not occur in the paper. Unneeded ops come last, as if
   another update needed them.
 - If several updates need equally little, the update captured first is taken. So an update never comes before another
   update on which it depends.
@@ -38,8 +38,8 @@ def update_order(workload: Workload) -> list[int]:
 
     An op needs at least as much computation as any op that it waits for. So the search works like Dijkstra's: it starts
     from the ops that have been computed, and always visits the op that needs the least further computation, until it
-    visits an update. It therefore looks only at ops near those already computed. Times are exact (whole multiples of a
-    small enough unit), so there are no rounding errors.
+    visits an update. The search therefore looks only at ops near those already computed. Times are exact (whole
+    multiples of a small enough unit), so there are no rounding errors.
     """
     part_of = parts(workload)
     search = _Nearest(workload, part_of)

@@ -3,7 +3,7 @@
 Idea: every worker keeps the optimizer's states only for its own part of the parameters, its shard. Gradients are
 reduced and scattered, each worker updates its shard, and all workers gather the updated parameters. Together this sends
 as many bytes as an all-reduce. The reduce-scatters overlap with the backward pass. The all-gathers overlap with the
-next forward pass, because they run in the order in which this pass reads the parameters.
+next forward pass, because they run in the order in which the forward pass reads the parameters.
 Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on the volume) and DeAR
 (Zhang et al., ICDCS 2023: one half during each pass).
 """

@@ -33,7 +33,7 @@ from legato.simulator.period import Compute
 __all__ = ["ARGUMENTS", "Bound", "Certificate", "cheapest_line", "lower_bound", "verify_bound"]
 
 #: Up to the first number of tensors, bounds for all wider kinds of plans are thorough. Up to the second number, only
-#: bounds for kinds that differ in `sends` are. Above, wider kinds are skipped.
+#: bounds for kinds that differ in `sends` are. Above the second number, wider kinds are skipped.
 _FEW_TENSORS, _MOST_TENSORS = 64, 4096
 
 #: A certificate says which argument gives the bound, and for which tensors.
@@ -100,7 +100,8 @@ def lower_bound(  # noqa: PLR0913
         costs = cluster.at_floors() if at_floors else cluster
         problem = Problem(workload, costs, compute, kind, thorough=thorough and near)
         if _best(problem, best.seconds).seconds > best.seconds:
-            # Search again from the beginning, as a call for this kind does: another start gives a slightly other bound.
+            # Search again from the beginning, as a call for this kind does: another start gives a slightly different
+            # bound.
             found = msgspec.structs.replace(_best(problem), kind=kind, at_floors=at_floors)
             best = max(best, found, key=lambda bound: bound.seconds)
     return best

@@ -35,8 +35,8 @@ _BITS, _OP_BITS = 58, 49
 def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: float | None = None) -> LinearCost:
     """Return the highest line that stays below the costs of all collectives from 0 to `nbytes` bytes.
 
-    The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, it meets the cheapest cost at
-    `nbytes`, and at the other end only if possible. If `alpha` is given, it is the line's value at 0.
+    The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, the line meets the cheapest cost
+    at `nbytes`, and at the other end only if possible. If `alpha` is given, it is the line's value at 0.
     """
     costs = cluster.least_costs()
     sizes = [number(x) for cost in costs for x, _ in cost.points if x < nbytes]

@@ -10,7 +10,7 @@ Units: seconds and bytes.
 
 The plan is the order in which this queue releases its partitions, with the captured op times. The network sends
 partitions in the order in which they come, so an urgent partition waits for all partitions that are already in the
-window. More credit delays preemption. With credit for a single partition, this is P3.
+window. More credit delays preemption. With credit for a single partition, ByteScheduler is the same as P3.
 
 The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million parameters of 4 bytes per
 partition, and credit for 16 million (for parameter servers, 1 and 4 million).

@@ -25,7 +25,7 @@ whichever lengthens the iteration less (the backward pass if both are equal).
 *Depth* (4.4) divides a message into chunks, so that one chunk is sent while another is added up.
 
 Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are from the paper's `ARModel` (section 5).
-Its time oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
+Caramel's time oracle takes the minimum of several runs of each op, and a captured `Workload` holds these minima.
 Units: seconds and bytes.
 
 Deviations:
@@ -35,7 +35,7 @@ Deviations:
   since the large gradient keeps the network busy.
 - The bins of the paper are intervals of time. Here each message uses the whole network while it is sent. The paper does
   not say where in its window a message is placed.
-- A plan has no clock. It keeps the order that the packing finds, and every message is sent as early as this order
+- A plan has no clock. The plan keeps the order that the packing finds, and every message is sent as early as this order
   allows.
 - The paper gives no formula for the depth; it says only that the depth ranges from 1 to 8, depending on the size and
   the batcher's threshold. Here no chunk is smaller than the threshold, and the cheapest of the remaining depths is
@@ -122,7 +122,8 @@ def threshold_bytes(cost: LinearCost) -> float:
     """Return the least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
     The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is at the floor of
-    the cost, it is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is the line through them.
+    the cost, the result is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is the line
+    through them.
     """
     cost = cost.line
     if cost.startup_s == 0:

@@ -5,7 +5,7 @@ closed as soon as its size reaches its cap. By default, the cap of the first buc
 bucket is 25 MiB. `bucket_cap_mb_list` (PyTorch 2.13) sets each cap, and its last cap applies to all further buckets.
 Buckets are sent in the order in which they were filled, and no forward op overlaps with them.
 
-This describes DDP after it has rebuilt its buckets, which happens in the second iteration, in the third with
+The rules above describe DDP after it has rebuilt its buckets, which happens in the second iteration, in the third with
 `static_graph`, and never with `find_unused_parameters`.
 
 Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each dtype and device separately. A
@@ -45,10 +45,10 @@ def ddp(
 
     `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP, `bucket_bytes` is also the cap of the first
     bucket unless `first_bucket_bytes` is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and cannot
-    be combined with the other two options. A bucket is closed when it reaches its cap. It is closed earlier if the next
-    tensor would make it larger than `max_message_bytes`; a tensor above this limit has a bucket of its own. Stock DDP
-    forms the same buckets with the caps that `bucket_caps` returns. Raises `InputError` if a cap is not above zero or
-    the limit is below 16 bytes.
+    be combined with the other two options. A bucket is closed when it reaches its cap. A bucket is closed earlier if
+    the next tensor would make it larger than `max_message_bytes`; a tensor above this limit has a bucket of its own.
+    Stock DDP forms the same buckets with the caps that `bucket_caps` returns. Raises `InputError` if a cap is not above
+    zero or the limit is below 16 bytes.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if bucket_cap_mb_list is not None:
@@ -93,7 +93,7 @@ def bucket_caps(plan: Plan) -> list[float]:
     Each cap is the exact size of its bucket, so a bucket is full with its last tensor and not before. Sizes below 2**53
     bytes are exact in MiB as floats. The caps are correct for models of one dtype, and for plans that merge neighbours
     in DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on a workload captured from the
-    same model. Raises `PlanError` if buckets cannot do what the plan does, because it partitions tensors or sends
+    same model. Raises `PlanError` if buckets cannot do what the plan does, because the plan partitions tensors or sends
     messages other than all-reduces.
     """
     seen = set()

@@ -1,9 +1,9 @@
 """DeAR: divide every all-reduce into a reduce-scatter during the backward pass and an all-gather for the forward pass.
 
 Idea: a reduce-scatter needs only the gradient, and nothing needs its result except the all-gather that completes the
-all-reduce. So gradients are reduced and scattered during the backward pass. They are gathered in forward order, just
-before the next forward pass reads them. Communication overlaps with both passes, without priorities and without an
-additional startup time.
+all-reduce. So gradients are reduced and scattered during the backward pass. The reduced gradients are gathered in
+forward order, just before the next forward pass reads them. Communication overlaps with both passes, without priorities
+and without an additional startup time.
 Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining (Zhang, Shi, Chu, Wang, Li,
 Liu, ICDCS 2023), with the tensor fusion of its code: in forward order, fill buffers to less than 25 MiB.
 Units: bytes.

@@ -13,7 +13,7 @@ with Horovod, used 5 ms and 64 MiB.
 Deviations:
 - A plan says which tensors are sent together and in which order, and has no clock. The messages are those that the
   cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore
-  that a message waits for its tick, up to a cycle after its last gradient. They also ignore the cost of the
+  that a message waits for its tick, up to a cycle after its last gradient. Predictions also ignore the cost of the
   negotiation. So predicted iterations are too short by these two times.
 - Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread itself sends, so a long
   message delays the next tick.
@@ -58,8 +58,8 @@ def horovod(
     """Return a plan that sends the messages that the cycles form, in ready order.
 
     A tensor larger than the threshold is a message of its own, and a threshold of 0 turns fusion off. If
-    `max_message_bytes` is lower, it replaces the threshold. Raises `InputError` if the threshold is below 0, the limit
-    is below 16 bytes, a cycle is shorter than a nanosecond, or the cluster lacks the collective.
+    `max_message_bytes` is below the threshold, it replaces the threshold. Raises `InputError` if the threshold is below
+    0, the limit is below 16 bytes, a cycle is shorter than a nanosecond, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if fusion_threshold_bytes < 0:

@@ -1,8 +1,8 @@
 """The exact optimum of MG-WFBP's own problem, in O(L) for L tensors.
 
 Idea: with the gradients in ready order, let f(j) be the earliest moment at which the first j gradients can have
-arrived. The last message carries gradients i + 1 to j, for some i. It starts when the first i gradients have arrived
-and gradient j is ready:
+arrived. The last message carries gradients i + 1 to j, for some i. This message starts when the first i gradients have
+arrived and gradient j is ready:
 
     f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
 
@@ -15,8 +15,8 @@ Units: seconds and bytes.
 The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
 that only grows with j. For these i, the message waits for its gradient, and the last i is best, since it leaves the
 fewest bytes to send. For all larger i, the message waits for the network, and the best i has the least f(i) - beta *
-bytes(0..i). This is the first of the larger i, because the value never falls: f(j) - beta * bytes(0..j) is alpha plus
-the least of terms that all grow with j, or alpha more than an earlier value.
+bytes(0..i). The best i is the first of the larger i, because the value never falls: f(j) - beta * bytes(0..j) is alpha
+plus the least of terms that all grow with j, or alpha more than an earlier value.
 
 If several plans end at the same time, the plan with the fewest messages is taken.
 
@@ -25,7 +25,8 @@ a message costs the floor, and the first i is best. Before this place, the choic
 except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a window that only
 moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly,
 which is as fast and finds plans with the least rounding errors. The result is then the best way to merge neighbours in
-ready order. It does not move bytes into a message below the floor, although that message could carry them for free.
+ready order. This way does not move bytes into a message below the floor, although that message could carry them for
+free.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def merge_optimal(
 ) -> Plan:
     """Return the fastest plan without forward overlap.
 
-    With `max_message_bytes`, this is the fastest plan that merges neighbours in ready order into messages of at most
-    this size; a larger tensor is a message of its own. Raises `InputError` if the limit is below 16 bytes or the
+    With `max_message_bytes`, the result is the fastest plan that merges neighbours in ready order into messages of at
+    most this size; a larger tensor is a message of its own. Raises `InputError` if the limit is below 16 bytes or the
     cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)

@@ -6,8 +6,8 @@ Units: seconds and bytes.
 
 *The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
 sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
-has the network in time slot t. It minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
-computation after it (Theorem 1). For this, PACE solves an integer program with T N variables and coefficients of (T
+has the network in time slot t. PACE minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
+computation after it (Theorem 1). To find it, PACE solves an integer program with T N variables and coefficients of (T
 N)^t. PACE's problem is 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
 (`jackson.py`).
 
@@ -41,8 +41,8 @@ Deviations:
   Equation 1 has no constant, and without a constant, fusion never helps.
 - For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
   tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
-  no larger R can be better, because all communication is already hidden or R startup times take longer. It also stops
-  when the table has 2^27 entries, for example at 1,342 groups of 100,000 tensors.
+  no larger R can be better, because all communication is already hidden or R startup times take longer. The search also
+  stops when the table has 2^27 entries, for example at 1,342 groups of 100,000 tensors.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ResNet-50, no order occurred twice. Deviation: a plan has a single order for all
 `pull-optimal` is the best order of pulls for a worker that runs its ops in the captured order. Once all pushes have
 arrived, the network carries one pull after another without a gap. If a pull ends at e, the iteration ends at e + tail
 or later. The tail is the computation from the first reader of the pulled parameter on. An iteration ends at the largest
-e + tail of all pulls, so the problem is 1 || L_max. Its exact optimum is to pull the parameter with the longest tail
+e + tail of all pulls, so the problem is 1 || L_max. The exact optimum is to pull the parameter with the longest tail
 first (Jackson, 1955), which is the order in which the forward pass first reads the parameters. Eager PyTorch runs its
 ops in the captured order, so no order of pulls after pushes is better there. `tic` and `tac` see only the graph, not
 the order of ops, and are meant for executors that run whatever is ready (TensorFlow). Source: ours, as a yardstick for

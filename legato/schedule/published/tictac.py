@@ -10,8 +10,8 @@ transfers is outstanding, section 4.1 (Algorithm 1) defines
                  M+   the least M of an op that needs it and at least one more of R; infinite if there is none
 
 *TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter is more urgent if fewer transfers
-are needed to start the first op that needs this parameter together with others. Its priority is M+ if every transfer
-takes time 1 and every op takes time 0.
+are needed to start the first op that needs this parameter together with others. The priority of a parameter is M+ if
+every transfer takes time 1 and every op takes time 0.
 
 *TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers left, A comes first if T(A, B) <
 T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs while B is being sent.
@@ -28,11 +28,11 @@ Deviations:
   order in which the captured forward pass first reads their parameters.
 - Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
   derivation, equation 2.
-- The paper calls its comparator transitive. It is not transitive, because ties are not: with (M, P) of A (1, 3), B (1,
-  1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's next transfer is
-  therefore the transfer with the least M+ among those that no other transfer precedes by equation 2. (Equation 2 alone
-  has no cycle. Equation 2 can be refined to Johnson's order: first the transfers with M < P by rising M, then all
-  others by falling P.)
+- The paper calls its comparator transitive. The comparator is not transitive, because ties are not: with (M, P) of A
+  (1, 3), B (1, 1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's
+  next transfer is therefore the transfer with the least M+ among those that no other transfer precedes by equation 2.
+  (Equation 2 alone has no cycle. Equation 2 can be refined to Johnson's order: first the transfers with M < P by rising
+  M, then all others by falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
 [Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
@@ -153,8 +153,8 @@ def tac(
 def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: bool = False) -> list[int]:
     """Return the indices of the tensors in TAC's order, for a worker or an inference agent.
 
-    `transfer_s[t]` is how many seconds the network takes for tensor t if it carries nothing else (the paper's
-    Time(recv)).
+    `transfer_s[t]` is how many seconds the network takes for tensor t when the network carries nothing else (the
+    paper's Time(recv)).
     """
     needs = find_dependencies(workload, inference=inference)
     op_time = [picoseconds(op.duration_s) for op in workload.ops[: len(needs)]]
@@ -171,7 +171,7 @@ def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: boo
 def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
     """Return the outstanding transfers that no other outstanding transfer precedes by equation 2.
 
-    B comes before A if min(P_A, M_B) < min(P_B, M_A). This is true exactly if P_A is below both P_B and M_A, or M_B is
+    B comes before A if min(P_A, M_B) < min(P_B, M_A), that is, exactly if P_A is below both P_B and M_A, or M_B is
     below both P_B and M_A.
     """
     left = np.flatnonzero(properties.outstanding)

@@ -1,9 +1,9 @@
 """The best contents for messages of given sizes: the ready bytes that are needed first.
 
 If sizes and order of messages are fixed, a message can start as soon as the previous message has ended and enough bytes
-are ready. This moment does not depend on *which* bytes were sent earlier. It remains to fill the messages with ready
-bytes so that no byte arrives too late. For this, earliest deadline first is optimal (by an exchange argument, as for
-Jackson's preemptive schedule): send the ready bytes with the longest tail first.
+are ready. The start of a message does not depend on *which* bytes were sent earlier. It remains to fill the messages
+with ready bytes so that no byte arrives too late. Here, earliest deadline first is optimal (by an exchange argument, as
+for Jackson's preemptive schedule): send the ready bytes with the longest tail first.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
 Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward pass; PACE and P3 order and
 partition, and ignore the alpha of each message. `legato` decides everything together. For given sizes of messages, it
-is best to fill each message with the ready bytes that are needed first (`fill.py`). So only the sizes have to be
-searched for.
+is best to fill each message with the ready bytes that are needed first (`fill.py`). So the search only has to find the
+sizes.
 
 The search starts from the messages that the bound of nested sets asks for, which are the best messages for chains of
-layers (`nested_messages.py`). It also starts from messages of equal sizes and from the messages of the best published
-scheduler. It merges, divides and shifts messages at random and fills them again, until the iteration is within `gap` of
-the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are scattered over
-messages, a worker has to assemble the tensor. If the cluster says how much time this takes, the search also tries
-messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every message uses
-the collective and the depth that are cheapest for its size. For models with thousands of tensors, the search sends
-blocks of neighbouring tensors (`blocks.py`).
+layers (`nested_messages.py`). The search also starts from messages of equal sizes and from the messages of the best
+published scheduler. The search merges, divides and shifts messages at random and fills them again, until the iteration
+is within `gap` of the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are
+scattered over messages, a worker has to assemble the tensor. If the cluster says how much time this takes, the search
+also tries messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every
+message uses the collective and the depth that are cheapest for its size. For models with thousands of tensors, the
+search sends blocks of neighbouring tensors (`blocks.py`).
 
 If messages and computation share a machine (`Cluster.contention`), all this is done twice: with the costs of messages
 during computation, and with the costs of messages without computation. The simulator, which knows the contention, then
@@ -34,7 +34,7 @@ Source: ours. Units: seconds and bytes.
 
 `problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one order
 of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message. This
-module imports all of them. Modules that transform the task and then search (`contended.py`,
+module imports all of these modules. Modules that transform the task and then search (`contended.py`,
 `in_halves/sharded_plans.py`, `wire_format.py`) get the search as an argument.
 """
 

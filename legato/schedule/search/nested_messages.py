@@ -4,7 +4,7 @@
 messages should begin and end. Here T is the least time for which there are such moments. A message then fills the time
 from one moment to the next with the ready bytes that are needed first. The message begins no earlier, even if the
 network is free, since it waits for bytes that become ready at the first of the two moments. For a chain of layers and
-one collective, this is the optimum for the given tails.
+one collective, these messages are the optimum for the given tails.
 """
 
 from __future__ import annotations

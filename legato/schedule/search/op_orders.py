@@ -3,7 +3,7 @@
 Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
 a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
 best order is often between these two: gradients that are needed late would only delay those that the forward pass waits
-for. So they are computed last, while the urgent gradients are being sent.
+for. So gradients that are needed late are computed last, while the urgent gradients are being sent.
 
 So a third order begins with all updates with a tail of at least some limit, in Caramel's order. All other updates
 follow by falling tail, and the best such limit is taken. Then updates move one at a time, while this helps. The value

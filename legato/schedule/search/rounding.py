@@ -1,7 +1,7 @@
 """The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
-Idea: a wire format stores a value in two bytes instead of four. This halves the cost of a message, but rounds its
-gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
+Idea: a wire format stores a value in two bytes instead of four. A wire format halves the cost of a message, but rounds
+its gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
 everything rounded shows which time is possible. Then messages become exact again, while the iteration takes at most
 `TOLERANCE` longer than this time. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
 
@@ -10,10 +10,10 @@ times, and with preemption, it is known which tensors can be exact in a given ti
 messages for some of these choices.
 
 The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
-first, and the last first. If a message makes the iteration too long, it is not tried again with more exact messages.
-Branch and bound found no better choice in any of 18 cells of the zoo and of random networks; the plan that is returned
-is simulated in any case. A message that stays rounded may be divided into an exact and a rounded message. Bisection
-finds the largest possible exact part.
+first, and the last first. If an exact message makes the iteration too long, the message is not tried again with more
+exact messages. Branch and bound found no better choice in any of 18 cells of the zoo and of random networks; the plan
+that is returned is simulated in any case. A message that stays rounded may be divided into an exact and a rounded
+message. Bisection finds the largest possible exact part.
 
 Both halves of an all-reduce have the same format. If messages gather other slices than were scattered, all halves are
 exact or all are rounded.
@@ -45,7 +45,7 @@ __all__ = ["MOST_SHARED", "TOLERANCE", "check_rounding", "exact_shares", "least_
 
 #: By which fraction an iteration may be longer than the shortest one, to round fewer bytes.
 TOLERANCE = 1e-3
-#: Up to how many tensors `exact_shares` and `least_rounded` are worth their time, which grows with the cube.
+#: The most tensors for which `exact_shares` and `least_rounded` are worth their time, which grows with the cube.
 MOST_SHARED = 512
 #: A message is divided only if at least this fraction of all bytes becomes exact.
 _WORTH = 0.01
@@ -160,7 +160,7 @@ def exact_shares(
 def least_rounded(workload: Workload, cluster: Cluster, seconds: float) -> float:
     """Return the least fraction of the bytes that a plan must round to finish an iteration in this time.
 
-    This bound holds for plans that keep backward and forward ops in the captured order, on one stream. Every message of
+    The bound holds for plans that keep backward and forward ops in the captured order, on one stream. Every message of
     such a plan is sent between the release times and the tails of its tensors, and takes at least the time of its
     bytes.
     """

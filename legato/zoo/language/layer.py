@@ -52,7 +52,7 @@ def tokens(job: Job) -> int:
 def width(job: Job) -> float:
     """Return the number of elements of an activation between matrix products on a worker.
 
-    This is T h, divided by the tensor-parallel workers under sequence parallelism.
+    The number is T h, divided by the number of tensor-parallel workers under sequence parallelism.
     """
     return tokens(job) * job.model.hidden / (job.mesh.tensor if job.sequence_parallel else 1)
 
@@ -102,7 +102,7 @@ def _without_last(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
 
 
 def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
-    """Return work whose exchanges run during these seconds of computing if they are hidden, and after it otherwise."""
+    """Return work with exchanges during these seconds of computing if they can be hidden, or else after it."""
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
@@ -154,10 +154,10 @@ def _products(job: Job, mixture: bool) -> list[float]:
 def _attention_s(job: Job) -> tuple[float, float]:
     """Return the seconds of the core of attention in the forward and in the backward pass.
 
-    All scores take 2 T s a (d_qk + d_v) FLOPs in the forward pass. If scores stay in the kernel, only the causal half
-    is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If scores are stored,
-    all are computed, the backward pass takes twice as long, and the memory traffic of T s a scores in softmax, dropout
-    and the products is added.
+    To compute all scores takes 2 T s a (d_qk + d_v) FLOPs in the forward pass. If scores stay in the kernel, only the
+    causal half is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If scores
+    are stored, all are computed, the backward pass takes twice as long, and the memory traffic of T s a scores in
+    softmax, dropout and the products is added.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -185,8 +185,8 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
     """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
     A time is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share). The bytes are
-    operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The median difference
-    from measured kernels of B200 is 6%.
+    operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The computed times
+    differ from measured kernels on a B200 by 6% in the median.
     """
     model, machine = job.model, job.machine
     rows, inner = _rows(job), _inner(job)
@@ -229,8 +229,8 @@ class _Sends(NamedTuple):
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
     """Return the exchanges of a layer by kind.
 
-    If tensor-parallel workers divide each expert, they send all rows of the experts. Otherwise they only send the rows
-    of the MLP to which all tokens go.
+    If tensor-parallel workers divide each expert, these workers send all rows of the experts. If experts are not
+    divided, these workers only send the rows of the MLP to which all tokens go.
     """
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:

@@ -13,8 +13,8 @@ The named models have the published shapes:
 - `deepseek-v3`: arXiv 2412.19437, section 4.2; 671,026,404,352 parameters (671B), of which a token uses 37.6 billion
   (37B), without the layer of multi-token prediction, which is not modelled
 
-Only whole jobs support the last two models. Their vocabularies and dense layers are from their releases, and their
-sequences are as long as in their pre-training.
+Only whole jobs support the last two models. The vocabularies and dense layers of DeepSeek models are from their
+releases, and their sequences are as long as in pre-training.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def owned(job: Job, parameters: Parameters) -> float:
 def model_flops(model: LanguageModel) -> float:
     """Return the FLOPs of a token in the forward and the backward pass, without recomputation.
 
-    They are six for each parameter of the matrices that the token uses, plus the causal half of attention.
+    There are six FLOPs for each parameter of the matrices that the token uses, plus the causal half of attention.
     """
     used = model.layers * model.heads * model.sequence * _pair(model) / 2
     mixtures = len(model.mixtures)

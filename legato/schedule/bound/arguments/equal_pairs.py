@@ -16,7 +16,7 @@ from legato.schedule.bound.problem import Problem, Proved
 
 __all__ = ["DividedPairs", "EqualPairs"]
 
-#: The number of intervals in which the maximum of the proof is followed.
+#: The number of intervals of the moment c for which the maximum in the proof is computed.
 _INTERVALS = 1024
 
 

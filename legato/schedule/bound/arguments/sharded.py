@@ -41,7 +41,7 @@ class Sharded(Argument, frozen=True, tag="sharded"):
             if tensors := tuple(Period.of(problem.every).reads[op]):
                 alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
                 latest = sum(max(times[t] for t in tensors) for times in (problem.release, problem.tail))
-                if alone + latest > beat:  # this is their time in one message
+                if alone + latest > beat:  # the time if one message has them all
                     yield cls(tensors, op).proved(problem)
         if problem.compute == "one":
             by_tail = sorted(range(len(problem.tail)), key=problem.tail.__getitem__, reverse=True)

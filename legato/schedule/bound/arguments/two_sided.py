@@ -23,7 +23,7 @@ _log = logging.getLogger("legato")
 _DEAR = 0.005
 #: The most sets in a certificate, and the most states to examine.
 _MOST_SETS, _STATES = 256, 4_000_000
-#: The relative length of the shortest intervals of the moment.
+#: The relative length of the shortest intervals in which the moment may lie.
 _SHORT = 5e-4
 #: When floats become whole numbers, the longest time has up to 2**_BITS units.
 _BITS = 57

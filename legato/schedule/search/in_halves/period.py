@@ -1,14 +1,15 @@
 """An iteration that sends gradients in two halves: when to send each half, and when to run each update.
 
 Idea: given the groups and a rank for every half, list scheduling finds a good plan in one pass over the iteration.
-Whenever the network is free, it sends the possible half with the lowest rank. Whenever the stream is free, it runs the
-possible update that is needed first, or else the next forward op. As in a training step, updates follow the backward
-pass.
+Whenever the network is free, the network sends the possible half with the lowest rank. Whenever the stream is free, the
+stream runs the possible update that is needed first, or else the next forward op. As in a training step, updates follow
+the backward pass.
 
 With a sharded optimizer, each worker updates its own part of the scattered gradients, and a parameter is gathered after
-its update. It is then never worse to run an update than a forward op, since later gathers wait only for updates.
-Otherwise, a gradient can be gathered once all of its tensor is scattered, whatever the stream does, and updates wait
-for gathers. Then all orders of updates are equally good, if the stream is never idle while something can run.
+its update. With shards, it is never worse to run an update than a forward op, since later gathers wait only for
+updates. Without shards, a gradient can be gathered once all of its tensor is scattered, whatever the stream does, and
+updates wait for gathers. Without shards, all orders of updates are equally good, if the stream is never idle while
+something can run.
 
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
@@ -116,7 +117,7 @@ class GroupedPeriod:
         return _Arrangement(self, groups, rank).run()
 
     def in_order(self, groups: Groups, halves: Sequence[int], updates: Sequence[int] | None = None) -> Arranged:
-        """Return the iteration with halves and updates in these orders; if it would deadlock, its seconds are infinite.
+        """Return the iteration with halves and updates in these orders; on a deadlock, its seconds are infinite.
 
         Without `updates`, each update runs as soon as possible.
         """
