@@ -37,13 +37,13 @@ _ROUNDING = 1e-9
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
+    """The time of a collective of n bytes, which is `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
     The floor is the work that a backend does on the hosts while it sends. For small messages this work takes longer
     than the network; for large messages it is hidden. If a collective has several algorithms, no line fits its times.
     For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated between these points;
     the line is below all points, and there is no floor. `off` is the largest relative error of the cost at a measured
-    size, or 0 if that is small.
+    size, or 0 if this error is small.
     """
 
     alpha_s: float

@@ -59,8 +59,8 @@ def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The widths of latent attention (arXiv 2405.04434, section 2.1), from which queries, keys and values are computed.
 
-    Each head of queries and keys has `rope` elements in addition to `head_size`. For keys, all heads share these `rope`
-    elements.
+    Each head of queries and keys has `rope` elements in addition to `head_size`. All heads of keys share the same
+    `rope` elements.
     """
 
     query: Int64
@@ -475,7 +475,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Return whether chunks differ in layers, whether or not embeddings and the output layer count as layers."""
+        """Return whether chunks differ in layers, both if embeddings and output layer count as layers and if not."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 

@@ -1,10 +1,10 @@
 """The memory layout of messages: each has a flat buffer, and messages that share a tensor have adjacent buffers.
 
-[Note: chains] A tensor that a plan partitions over several messages can still be contiguous in memory. For this, the
-message with the tensor's first bytes must end with these bytes, and the next message must begin with the bytes that
-follow. Therefore a slice that continues a tensor is first in its message, and a slice that the next message continues
-is last. Messages that fit together in this way form a chain and share one allocation. The elements that count gradients
-come after the slices, but before a slice that the next message continues.
+[Note: chains] A tensor that a plan partitions over several messages can still be contiguous in memory. To keep the
+tensor contiguous, the message with its first bytes must end with these bytes, and the next message must begin with the
+bytes that follow. Therefore a slice that continues a tensor is first in its message, and a slice that the next message
+continues is last. Messages that fit together in this way form a chain and share one allocation. The elements that count
+gradients come after the slices, but before a slice that the next message continues.
 
 [Note: shards] In a sharded plan, the buffer of a message has one chunk for each rank, all of the same size. A chunk
 begins with parts of tensors, about an equal share of the elements. After the parts, the chunk has an element for each

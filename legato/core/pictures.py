@@ -1,4 +1,4 @@
-"""Pictures for notebooks (bars of times, GPUs of hosts): SVG elements without scripts or external files."""
+"""Pictures for notebooks (bars of times, GPUs of hosts), as SVG elements without scripts or external files."""
 
 from __future__ import annotations
 

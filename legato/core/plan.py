@@ -117,11 +117,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     message is ready earlier. With `forward_overlap`, a forward op waits only for the parameters that it reads. Without
     `forward_overlap`, every forward op waits for the last message. `op_order` is the order in which a worker runs its
     ops in one iteration, backward pass first; if it is empty, `Workload.iteration_order()` holds. `node_order` has the
-    names of the ops that are nodes of a compiled model's graphs, in the same order; the runtime reorders the graphs by
-    it. `node_order` is empty if no node moves.
+    names of the ops that are nodes of a compiled model's graphs, in the order of `op_order`; the runtime puts the nodes
+    into this order. `node_order` is empty if no node moves.
 
     `shard` says which state is divided, so that each worker keeps only its *shard*: the optimizer's states, or also the
-    gradients (ZeRO-1 and ZeRO-2: Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). In a sharded plan, all messages
+    gradients (ZeRO-1 and ZeRO-2, Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). In a sharded plan, all messages
     are halves. After a reduce_scatter, a worker updates its shard of the parameters, and the all_gather with the same
     slices distributes the updated *parameters*. An optimizer op waits for the reduce_scatters of the tensors that it
     reads. An all_gather waits for the optimizer ops that update its tensors. A forward op waits for the all_gathers of

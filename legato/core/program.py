@@ -51,9 +51,9 @@ Action: TypeAlias = Compute | Start | Wait
 
 
 class Times(NamedTuple):
-    """The times of a run of lanes.
+    """The times at which lanes act, as `clock` computes them.
 
-    `actions` has the end of each action of each lane. The other fields are indexed by communication: `started` is the
+    `actions` has the end of each action of each lane. The other fields are indexed by communication; `started` is the
     time when all lanes have started a communication, and `begins` and `ends` are its begin and end.
     """
 

@@ -147,7 +147,7 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
 
 
 def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """Return the time of communication during computation, over the shorter of the two; 0 if one of them is 0.
+    """Return the time of communication during computation, divided by the shorter of the two total times, or 0 without.
 
     The intervals of each list are disjoint. If communication or computation always runs, the overlap is TicTac's
     coefficient alpha. The overlap is never below 0 or above 1.
@@ -176,8 +176,8 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Return (row, span) in order of start, with no overlap within a row and as few rows as possible.
 
-    Each span gets the lowest free row. In order of start, this first fit needs only as many rows as spans overlap at
-    once. Times that round to the same nanosecond count as equal.
+    Each span gets the lowest free row. In order of start, first fit needs only as many rows as there are spans at the
+    same moment. Times that round to the same nanosecond count as equal.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []

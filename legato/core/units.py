@@ -1,4 +1,4 @@
-"""Formats of the quantities in which legato computes (seconds, bytes, bits per second): `12.3 ms`, `97.5 MiB`.
+"""Formats of the quantities in which legato computes (seconds, bytes, bits per second), such as `12.3 ms`.
 
 `quantities.py` parses such texts.
 """

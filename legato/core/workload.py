@@ -45,8 +45,9 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A trained parameter and its gradient of `nbytes` bytes.
 
     `ready_after` is the id of the backward op that produces the gradient. `readers` are the ids of the ops that need
-    the gradients of all workers: the optimizer ops that apply it, and the forward ops of the *next* iteration that read
-    the updated parameter. A forward op among the readers therefore also waits for every optimizer op among them.
+    the gradients of all workers: the optimizer ops that apply the averaged gradient, and the forward ops of the *next*
+    iteration that read the updated parameter. A forward op among the readers therefore also waits for every optimizer
+    op among them.
     """
 
     name: str

@@ -95,7 +95,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
                     raise InputError(f"groups: {module!r} is in {module[:end]!r}, too (expected one of them)")
 
     def __str__(self) -> str:
-        """Return one line: how many groups gather and reduce together, and how gradients are reduced."""
+        """Return one line: the number of groups of modules, and how gradients are reduced."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         accumulated = f", {self.micro_batches} micro-batches reduced {self.sync}" if self.micro_batches > 1 else ""
         return (

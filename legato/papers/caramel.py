@@ -175,7 +175,7 @@ def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
 
 
 def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
-    """Return the utilization without these parts of Caramel; adding takes the time that is assumed for Fig. 13."""
+    """Return the utilization without these parts of Caramel; adding up takes the time that is assumed for Fig. 13."""
     job, off = _job(model), dict.fromkeys(parts, False)
     cluster = Cluster.derive(
         workers, bandwidth_bps, _LATENCY_S, send_s=0.0, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE

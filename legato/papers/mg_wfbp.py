@@ -45,7 +45,7 @@ _NODES = (4, 8, 16, 32, 64)
 
 
 def _cost_table() -> Part:
-    """Compute Table II on the paper's 8 nodes by simulating every transfer; adding takes 0.1 ns per byte."""
+    """Compute Table II on the paper's 8 nodes by simulating every transfer; adding up takes 0.1 ns per byte."""
     n, alpha, beta, gamma = 8, _LATENCY_S, 8 / _BANDWIDTH_BPS, 1e-10
     log = math.log2(n)
     published: dict[str, tuple[float, float]] = {

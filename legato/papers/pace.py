@@ -6,10 +6,9 @@ paper does not print the start-up of an all-reduce; a latency of 30 us per hop i
 for all models and bandwidths. Only the order of TicTac is used, for all-reduces of whole tensors in the order in which
 they are read, without fusion.
 
-The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a
-batch of 64 takes 1.09 s, which is longer than the communication at any bandwidth of
-Fig. 9. But the largest published gain is at 12 Gbps, where communication takes as long as computation if computation
-takes about half of 1.09 s.
+The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a batch of 64 for VGG-16 takes 1.09 s, which
+is longer than the communication at any bandwidth of Fig. 9. But the largest published gain is at 12 Gbps, where
+communication takes as long as computation if computation takes about half of 1.09 s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """TicTac: Accelerating Distributed Deep Learning with Communication Scheduling (Hashemi et al., SysML 2019).
 
-The settings are from section 6: *env_G*, one K80 per worker on Azure with 10
-Gbps, and *env_C*, CPUs on 1 GbE. Whole variables are assigned to servers in turn. The baseline pulls the variables in a
-random order. Training is timed from barrier to barrier, and inference from the first pull to the end of the forward
-pass. Nothing is fitted. The paper prints no compute time for env_C: a forward pass is assumed to take as long as its
-transfers, because the order matters most then.
+The two settings are from section 6. *env_G* has one K80 per worker on Azure with 10 Gbps, and *env_C* has CPUs on 1
+GbE. Whole variables are assigned to servers in turn. The baseline pulls the variables in a random order. Training is
+timed from barrier to barrier, and inference from the first pull to the end of the forward pass. Nothing is fitted. The
+paper prints no compute time for env_C: a forward pass is assumed to take as long as its transfers, because the order
+matters most then.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _simulate(
 
 
 def _gain(kind: str, model: str, batch: float, workers: int, servers: int, scheduler: str = "tic") -> float:
-    """Return the throughput over the mean throughput of the random orders."""
+    """Return the throughput divided by the mean throughput of the random orders."""
     k = _KINDS.index(kind)
     baseline = [_seconds(model, batch, workers, servers, "random", seed)[k] for seed in _SEEDS]
     return sum(baseline) / len(baseline) / _seconds(model, batch, workers, servers, scheduler)[k]
@@ -211,7 +211,7 @@ def _regression() -> Part:
 
 
 def _stragglers() -> Part:
-    """Compute how long workers wait for the slowest, with a random order per worker or with TIC's order (Fig. 14)."""
+    """Compute how long workers wait for the slowest one, with random orders per worker or TIC's order (Fig. 14)."""
     cells, waits = [], []
     for model in _TABLE_1:
         times = [_seconds(model, 1.0, 4, 1, "random", seed)[1] for seed in range(8)]

@@ -1,9 +1,8 @@
 """Find cells that are slower than the same cell with a slower link, a longer latency or fewer servers.
 
-Graham (Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969) showed that
-a schedule with fixed priorities can take longer when ops get faster or machines are added.
-Networks have the same anomalies: if one transfer on a link ends earlier, a second transfer may
-start before a third one that is more urgent.
+Graham (Bounds on Multiprocessing Timing Anomalies, SIAM Journal on Applied Mathematics 17, 1969) showed that a schedule
+with fixed priorities can take longer when ops get faster or machines are added. Networks have the same anomalies: if
+one transfer on a link ends earlier, a second transfer may start before a third one that is more urgent.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ def network_of(values: Mapping[str, Any]) -> Network:
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """All inputs of one simulation, with `workload_id` (`files.identity`) in place of the workload.
 
-    `axes` has the values of the network's axes, as in the table; the number of servers is 0 for fabrics without
-    servers. `options` are options of the fabric. The user's own schedulers and fabrics are named by their `label`.
+    `axes` has the values of the network's axes, in the order of the table of axes; the number of servers is 0 for
+    fabrics without servers. `options` are options of the fabric. The user's own schedulers and fabrics are named by
+    their `label`.
     """
 
     workload_id: str
@@ -109,9 +110,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     A fabric is a name or an object; a scheduler is a name or a function. `schedulers` may contain `PLAIN`, and "all"
     for every scheduler that suits a cell's fabric. `axes` has the values of axes of the network (`core/axes.py`), by
     field; axes that are left out have their default. With disturbances, all cells simulate one iteration. Each fabric
-    uses the `options` that it has (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric with its
-    first scheduler. Formulas need identical hosts behind one switch. Raises `InputError` on unknown names and on
-    numbers outside their range.
+    uses the `options` that exist for it (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric
+    with its first scheduler. Formulas need identical hosts behind one switch. Raises `InputError` on unknown names and
+    on numbers outside their range.
     """
 
     workloads: tuple[Workload, ...]

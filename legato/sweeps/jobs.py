@@ -44,7 +44,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     """The result for a job on one network; `axes` has the values of the sweep's axes by field.
 
     The step takes `step_s` seconds, which is the sum of its `parts` (`Step.parts`). `speedup` is relative to the job's
-    first network that has a result. Without a result, these fields are None or empty, and `error` says why.
+    first network that has a result. Without a result, the fields for numbers are None or empty, and `error` says why.
     """
 
     job: str
@@ -128,7 +128,8 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 
 
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
-    """Return the step of a job, computed by flows on a network, or by formulas without one; flows are returned as well.
+    """Return the step of a job, computed by flows on a network, or by formulas without a network; flows are returned as
+    well.
 
     With flows, the parts of the step are the times of the busiest worker, or of a worker of `lane` if `lane` is given.
     """

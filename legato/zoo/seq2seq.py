@@ -1,10 +1,10 @@
 """Seq2Seq (Sutskever et al. 2014) with attention, as PACE trains it with MXNet's Sockeye.
 
-PACE publishes 67.2 million parameters in 32 tensors (Table II) and 4096 tokens per batch, but no configuration. This
-configuration matches these numbers exactly: three encoder layers, of which the first is bidirectional, three decoder
-layers, width 512 everywhere, dot-product attention to the encoder, and an output layer that reads the decoder's state
-and its context. The vocabulary (26,900 words on both sides) is inferred from the number of parameters, and sentences
-are assumed to have 32 words.
+PACE publishes 67.2 million parameters in 32 tensors (Table II) and 4096 tokens per batch, but no configuration. The
+configuration in this module matches PACE's numbers exactly: three encoder layers, of which the first is bidirectional,
+three decoder layers, width 512 everywhere, dot-product attention to the encoder, and an output layer that reads the
+decoder's state and its context. The vocabulary (26,900 words on both sides) is inferred from the number of parameters,
+and sentences are assumed to have 32 words.
 """
 
 from __future__ import annotations

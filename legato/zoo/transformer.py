@@ -1,9 +1,9 @@
 """The base Transformer (Vaswani et al. 2017): 6 + 6 layers, width 512, 8 heads, and MLPs of width 2048.
 
 `transformer` is PACE's model, from MXNet's Sockeye: normalization before each block and after the last block, no biases
-in attention, one matrix for query, key and value of self-attention, and embeddings that share nothing. This
-configuration has the 164 tensors of Table II. The vocabulary (31,000 words on both sides) is inferred from the 91.8
-million parameters, and sentences are assumed to have 32 words.
+in attention, one matrix for query, key and value of self-attention, and embeddings that share nothing. So PACE's model
+has the 164 tensors of PACE's Table II. The vocabulary (31,000 words on both sides) is inferred from the 91.8 million
+parameters, and sentences are assumed to have 32 words.
 
 `transformer-shared` is the original model, with one table for both embeddings and the output layer (37,000 words,
 section 5.1), which is a tensor with three readers. The original model has 63.1 million parameters, although the paper's

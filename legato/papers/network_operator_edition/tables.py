@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Compute the time of two iterations (Table 9), from sum to sum of the first parameter."""
+    """Compute the time of two iterations, each from one sum of the first parameter to the next sum (Table 9)."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:

@@ -55,7 +55,7 @@ class HeadsTails(NamedTuple):
 
 
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
-    """Return release times and tails for a compute setting and an order.
+    """Return release times and tails for this number of streams (`compute`) and this order.
 
     The lists are computed once and cached with the workload, so do not change them. Raises `InputError` if the setting
     or the order is unknown, and `TooLargeError` if there are too many ops.
@@ -92,8 +92,8 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 def _without_sets(period: Period, order: Order) -> HeadsTails:
     """Return what `heads_tails` returns for one stream, for any number of ops.
 
-    The times differ by rounding from times by sets, and are too small where `reached_s` returns times that are too
-    small.
+    The times differ by rounding from those found with sets, and are too small where `reached_s` returns times that are
+    too small.
     """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")

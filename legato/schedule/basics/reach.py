@@ -1,15 +1,14 @@
 """The total time of all ops that an op reaches, in graphs too large to store a bit for every pair of ops.
 
-Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of the chain. So any other op that
-reaches an op of the chain reaches all ops before it as well. The ops that an op reaches are therefore a prefix of each
-chain, so the length of each prefix describes all of them.
-Source: the chain compression of Jagadish (A Compression Technique to Materialize Transitive Closure, ACM TODS 1990),
-with a greedy cover.
+Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of the chain. So any op that
+reaches an op of the chain also reaches all earlier ops of this chain. The ops that an op reaches are therefore a prefix
+of each chain, so the length of each prefix describes all of them. Source: the chain compression of Jagadish (A
+Compression Technique to Materialize Transitive Closure, ACM TODS 1990), with a greedy cover.
 
-A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps their
-number small. A chain continues with the op that has the longest path after it, not with a short end such as the
-gradient of a weight. An op that begins a branch continues the chain of a branch that has ended, if the op reaches all
-of that chain.
+A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps the
+number of chains small. A chain continues with the op that has the longest path after it, not with a short end such as
+the gradient of a weight. An op that begins a branch continues the chain of a branch that has ended, if the op reaches
+all of that chain.
 
 If an op reaches more chains than there is memory for, only the chains with the longest times are kept. The resulting
 time is then too small, never too large. A release time or a tail that is too small makes a bound weaker, but never

@@ -13,7 +13,7 @@ problem. The recurrence is ours.
 Units: seconds and bytes.
 
 The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
-that only grows with j. For these i, the message waits for its gradient, and the last i is best, since it leaves the
+that only grows with j. For these i, the message waits for gradient j, and the largest i is best, since it leaves the
 fewest bytes to send. For all larger i, the message waits for the network, and the best i has the least f(i) - beta *
 bytes(0..i). The best i is the first of the larger i, because the value never falls: f(j) - beta * bytes(0..j) is alpha
 plus the least of terms that all grow with j, or alpha more than an earlier value.
@@ -204,7 +204,7 @@ class _Window:
         self.end = place + 1
 
     def least(self, begin: int) -> int:
-        """Let the window begin here, and return the place of its least key, or -1 if the window is empty."""
+        """Let the window begin at this place, and return the place of its least key, or -1 if the window is empty."""
         while self.kept and self.kept[0][1] < begin:
             self.kept.popleft()
         return self.kept[0][1] if self.kept else -1

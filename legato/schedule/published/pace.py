@@ -7,7 +7,7 @@ Units: seconds and bytes.
 *The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
 sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
 has the network in time slot t. PACE minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
-computation after it (Theorem 1). To find it, PACE solves an integer program with T N variables and coefficients of (T
+computation after it (Theorem 1). For this, PACE solves an integer program with T N variables and coefficients of (T
 N)^t. PACE's problem is 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
 (`jackson.py`).
 
@@ -23,9 +23,10 @@ The recursion for R groups tries every first group of a chain,
 
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
-and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer, so the
-maximum is where both sizes cross, and this crossing moves to the right with i. So one search for rising values in a
-rising sequence fills a row of the table, in O(N R) where the recursion takes O(N^2 R). The groups are the same.
+and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer for the
+rest, so the maximum is where the two sizes cross, and the crossing moves to the right as i grows. So one search for
+rising values in a rising sequence fills a row of the table, in O(N R) where the recursion takes O(N^2 R). The groups
+are the same.
 
 Deviations:
 - `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"

@@ -13,11 +13,12 @@ transfers is outstanding, section 4.1 (Algorithm 1) defines
 are needed to start the first op that needs this parameter together with others. The priority of a parameter is M+ if
 every transfer takes time 1 and every op takes time 0.
 
-*TAC* (section 4.3, equation 2 and Algorithm 3) also uses times. With two transfers left, A comes first if T(A, B) <
-T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs while B is being sent.
-The condition is equivalent to min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of two machines. If both
-orders take equally long, the transfer that completes an op with the fewest transfers comes first (least M+). An op's
-time is the least of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as its pull.
+*TAC* (section 4.3, equation 2 and Algorithm 3) also uses the times of ops and transfers. With two transfers left, A
+comes first if T(A, B) < T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs
+while B is being sent. The condition is equivalent to min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of
+two machines. If both orders take equally long, the transfer that completes an op with the fewest transfers comes first
+(least M+). An op's time is the least of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as
+its pull.
 
 Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019).
 Units: transfers for TIC, whole picoseconds for TAC.

@@ -29,7 +29,7 @@ def anneal(
     """Return the best state seen in this number of changes; stop earlier if the best state is `done`.
 
     At first, a state may be slower than the previous state by a fraction `heat`, which falls to 0 at the end
-    (Kirkpatrick, Gelatt, Vecchi: Optimization by Simulated Annealing, Science 1983). `change` returns None if nothing
+    (Kirkpatrick, Gelatt, Vecchi, Optimization by Simulated Annealing, Science 1983). `change` returns None if nothing
     can change.
     """
     state = best = start

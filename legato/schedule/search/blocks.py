@@ -31,7 +31,7 @@ class Blocks:
     """Blocks of tensors: their release times, tails and bytes by index, as `Instance` needs them."""
 
     def __init__(self, workload: Workload, release_s: Sequence[float], tail_s: Sequence[float]) -> None:
-        """Form the blocks; `release_s` and `tail_s` are by tensor."""
+        """Form the blocks; `release_s` and `tail_s` are indexed by tensor."""
         self.members = _members(workload, release_s)
         self.release_s = [max(release_s[t] for t in block) for block in self.members]
         self.tail_s = [max(tail_s[t] for t in block) for block in self.members]

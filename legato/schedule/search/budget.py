@@ -1,9 +1,9 @@
 """Limits on how much a search may do: work, which is counted, and seconds, which are measured.
 
 If seconds were the only limit, plans would depend on the machine and on what else runs there. So work ends a search:
-each operation counts as the seconds that it takes on a current processor, however long it takes on this one. The same
-input then has the same plan everywhere. The limit in seconds is far higher, for machines that are much slower or very
-busy; `cut` says whether this limit has ended the search.
+each operation counts as the seconds that it takes on a current processor, however long the operation takes on this
+machine. The same input then has the same plan everywhere. The limit in seconds is far higher, for machines that are
+much slower or very busy; `cut` says whether this limit has ended the search.
 """
 
 from __future__ import annotations

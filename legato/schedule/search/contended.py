@@ -1,8 +1,8 @@
 """Plans for messages and computation that share a machine: plan twice, and let the simulator choose.
 
-Messages and computation take time from each other (`Cluster.contention`). How much time they take depends on when each
-message is being sent, which only the simulator knows. So messages are planned twice: with their cost during
-computation, and with their cost without computation.
+Messages and computation take time from each other (`Cluster.contention`). How much time messages and computation take
+from each other depends on when each message is being sent, which only the simulator knows. So messages are planned
+twice: with their cost during computation, and with their cost without computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["contended_plan"]
 
 
 def contended_plan(problem: Problem, solve: Solve) -> Plan:
-    """Return the best plan among those for the cost of messages during computation and without computation."""
+    """Return the best plan from two searches: with the cost of messages during computation, and without computation."""
     workload, cluster = problem.workload, problem.cluster
     each = replace(problem, work=problem.work / 2, limit_s=problem.limit_s / 2)
     slowed = replace(each, workload=_slowed(problem), cluster=cluster.while_computing())

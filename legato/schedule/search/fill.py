@@ -89,10 +89,10 @@ def fill(
     """Fill messages of these sizes, which change only by the alignment of partitions.
 
     `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
-    `nbytes` are by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come` messages
-    instead take bytes in the order in which they became ready, which completes more tensors early, although some bytes
-    arrive later. Each message starts no earlier than its moment in `not_before_s`, so it can take the bytes that are
-    ready at that moment.
+    `nbytes` are indexed by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come`
+    messages instead take bytes in the order in which they became ready, which completes more tensors early, although
+    some bytes arrive later. Each message starts no earlier than its moment in `not_before_s`, so it can take the bytes
+    that are ready at that moment.
 
     With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
     bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided

@@ -33,8 +33,8 @@ is within `gap` of the bound. So no other scheduler is faster by more than `gap`
 Source: ours. Units: seconds and bytes.
 
 `problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one order
-of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message. This
-module imports all of these modules. Modules that transform the task and then search (`contended.py`,
+of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message.
+`legato.py` imports all of these modules. Modules that transform the task and then search (`contended.py`,
 `in_halves/sharded_plans.py`, `wire_format.py`) get the search as an argument.
 """
 
@@ -86,9 +86,9 @@ def legato(  # noqa: PLR0913
     seconds, which is logged. By default, every message uses the cheapest collective; `collective` restricts the choice
     to one. Halves use only collectives that have halves. No message has more than `max_message_bytes`; tensors are
     partitioned if necessary. With `shard`, the plan shards the optimizer or also the gradients. With `wire`, as few
-    bytes as possible, or all bytes, are sent in a wire format. Four searches then have `work` and `limit_s` each: for
-    exact messages, for rounded messages, for a mixture, and for the messages to round. Raises `InputError` if the
-    cluster lacks the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises
+    bytes as possible, or all bytes, are sent in a wire format. With `wire`, four searches have `work` and `limit_s`
+    each: for exact messages, for rounded messages, for a mixture, and for the messages to round. Raises `InputError` if
+    the cluster lacks the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises
     `PlanError` if `shard` needs halves that the collective does not have, and `TooLargeError` if the limit makes too
     many messages.
     """

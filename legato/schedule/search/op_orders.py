@@ -2,13 +2,13 @@
 
 Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
 a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
-best order is often between these two: gradients that are needed late would only delay those that the forward pass waits
-for. So gradients that are needed late are computed last, while the urgent gradients are being sent.
+best order is often a mixture: gradients that are needed late would only delay gradients for which the forward pass
+waits. So gradients that are needed late are computed last, while the urgent gradients are being sent.
 
-So a third order begins with all updates with a tail of at least some limit, in Caramel's order. All other updates
-follow by falling tail, and the best such limit is taken. Then updates move one at a time, while this helps. The value
-of an order comes from Jackson's preemptive schedule for the order's release times: it is the optimum if messages could
-be partitioned for free (`jackson.py`).
+So a third order begins with the updates that have a tail of at least some limit, in Caramel's order. All other updates
+follow by falling tail, and the best of several limits is taken. Then updates move one at a time, while this helps. The
+value of an order comes from Jackson's preemptive schedule for the order's release times: the schedule is the optimum if
+messages could be partitioned for free (`jackson.py`).
 
 Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
 while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.

@@ -1,10 +1,10 @@
 """Schedules that run the optimizer ops while the forward pass would wait.
 
 An optimizer op can run as soon as its gradients have arrived, and must run before the first forward op that reads the
-updated parameters. If each update runs just before that forward op (`Workload.iteration_order`), the stream sometimes
-waits although it has work to do. In a schedule of this module, the stream runs the next forward op if possible, and
-otherwise the possible update that is needed first. So the stream is never idle while an op is ready (a work-conserving
-schedule).
+updated parameters. If each update runs just before the first forward op that reads its result
+(`Workload.iteration_order`), the stream sometimes waits although it has work to do. In a schedule of this module, the
+stream runs the next forward op if possible, and otherwise the possible update that is needed first. So the stream is
+never idle while an op is ready (a work-conserving schedule).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ everything rounded shows which time is possible. Then messages become exact agai
 
 If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
 times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
-messages for some of these choices.
+messages for some choices of exact tensors.
 
 The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
 first, and the last first. If an exact message makes the iteration too long, the message is not tried again with more
@@ -132,7 +132,7 @@ def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
 def exact_shares(
     workload: Workload, cluster: Cluster, limit_s: float, order: Callable[[float, float, int], float]
 ) -> list[float]:
-    """Return the share of each tensor's bytes that is exact if as many bytes as possible are, without startup times.
+    """Return the share of each tensor's bytes that is exact if as many bytes as possible are exact (no startup times).
 
     With preemption, all tensors arrive in time for an iteration of `limit_s` if, for all x and y, the tensors with
     release times of at least x and tails of at least y need at most limit_s - x - y (Horn, 1974). The amounts that can

@@ -1,4 +1,4 @@
-"""Read the shape of a language model from a JSON configuration: Hugging Face's `config.json`, or Megatron's arguments.
+"""Read the shape of a language model from JSON: from Hugging Face's `config.json`, or from Megatron's arguments.
 
 Both formats have the same numbers under different names; a table lists all names. Numbers that a configuration leaves
 out have the defaults of the libraries: as many heads of keys as of queries, heads of size hidden / heads, and MLPs of

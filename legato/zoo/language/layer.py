@@ -37,7 +37,7 @@ _FORWARD = 1 / 3
 
 
 class Passes(NamedTuple):
-    """The forward pass, the gradients of activations (including recomputation), and the gradients of weights."""
+    """The work of three passes: forward, gradients of activations (with recomputation), and gradients of weights."""
 
     forward: Work = Work()
     backward: Work = Work()
@@ -109,7 +109,7 @@ def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after
 def _product_s(job: Job, m: float, k: float, n: float) -> float:
     """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
 
-    The time is the same in all passes: `waves` is the mean over the result and the gradients of both matrices.
+    The time is the same in all passes, since `waves` is the mean over the result and the gradients of both matrices.
     """
     waves = 1.0
     if (units := job.machine.multiprocessors) and m * k * n:

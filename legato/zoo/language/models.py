@@ -42,8 +42,8 @@ def shaped(
 
     By default, a sequence has 8192 tokens, and keys and values have as many heads as queries. The MLP is four times as
     wide as the model in `gpt`, and three and a half times in `llama`, as in Llama 3 8B and 70B. Experts are as wide as
-    an MLP. Only in `gpt`, the embeddings are also the output layer. Raises `InputError` as `LanguageModel` does, and if
-    the number of heads does not divide the width.
+    an MLP. Only in the family `gpt`, the table of embeddings is also the output layer. Raises `InputError` as
+    `LanguageModel` does, and if the number of heads does not divide the width.
     """
     if heads < 1 or hidden % heads:
         raise InputError(f"hidden: {hidden} (expected a multiple of the {heads} heads)")

@@ -40,7 +40,7 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
     def proves(self, problem: Problem) -> float:
         """Return a time that is too short for an iteration.
 
-        Raises `InputError` if that time may be long enough, if nothing is sharded, or if there are unlimited streams.
+        Raises `InputError` if an iteration may be that short, if nothing is sharded, or if there are unlimited streams.
         """
         if not problem.sharded or problem.compute != "one":
             raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")

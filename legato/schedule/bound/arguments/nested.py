@@ -118,7 +118,7 @@ class NestedSets(NamedTuple):
 class _Updating(NamedTuple):
     """The times of optimizer ops for the argument "Nested" of docs/bounds.md.
 
-    Both arrays are indexed by tensor: `own` is at least the time of all updates that wait for the tensor, and `share`
+    Both arrays are indexed by tensor; `own` is at least the time of all updates that wait for the tensor, and `share`
     is the tensor's share of the updates that read it. `released` is U of docs/bounds.md.
     """
 
@@ -277,7 +277,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
                     yield Proved(short, cls(tensors, tuple(sizes.tolist()), short))
 
     def proves(self, problem: Problem) -> float:
-        """Return a time that is too short for an iteration. Raises `InputError` if that time may be long enough."""
+        """Return a time that is too short for an iteration. Raises `InputError` if an iteration may be that short."""
         problem.check_tensors(self.tensors)
         if [*self.sets] != sorted({0, *self.sets})[1:] or self.sets[-1:] != (len(self.tensors),):
             raise InputError(f"certificate: sets {self.sets} (expected rising numbers up to {len(self.tensors)})")

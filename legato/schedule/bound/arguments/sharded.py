@@ -13,7 +13,7 @@ __all__ = ["Sharded", "first_gather"]
 
 
 def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
-    """Return the earliest time at which any of these tensors can be gathered: the end of the backward pass.
+    """Return the earliest time at which any of these tensors can be gathered, which is when the backward pass ends.
 
     With `step_last`, the shortest update of any of these tensors is added.
     """
@@ -24,7 +24,8 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """A proof by the order of events: scatter, then end the backward pass or update, then gather.
+    """A proof by the order of events: reduce-scatters, then the end of the backward pass or an update, then
+    all-gathers.
 
     If `op` is given, it is the optimizer op that updates these tensors.
     """

@@ -49,7 +49,7 @@ class TwoSided(OfSets, frozen=True, tag="two_sided"):
     def proves(self, problem: Problem) -> float:
         """Return a time that is too short for an iteration.
 
-        Raises `InputError` if that time may be long enough, if plans may send any halves, or if numba is missing.
+        Raises `InputError` if an iteration may be that short, if plans may send any halves, or if numba is missing.
         """
         if problem.sends == "halves":
             raise InputError("certificate: case 'two_sided' for halves (expected pairs or all-reduces)")

@@ -4,8 +4,8 @@ Four ways to rank the halves are tried on groups of equal sizes and on the group
 send reduce-scatters before all-gathers, in ready order (DeAR) or in the order in which the forward pass reads the
 groups. The third prefers all-gathers. The last way prefers both halves of groups that are read earlier (priorities).
 The best groups are improved at random: neighbouring groups are merged or divided, and borders are moved. Finally, the
-orders of the halves and of the updates are changed. In such an order, the network and the stream may wait for something
-urgent.
+orders of the halves and of the updates are changed. In the changed orders, the network and the stream may wait for
+something urgent.
 
 Source: ours. Units: seconds and bytes.
 """

@@ -124,7 +124,7 @@ class GroupedPeriod:
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
-        """Return the iteration of equally many other groups, with halves and updates in the same order as before."""
+        """Return the iteration of the same number of other groups, with halves and updates in the same order."""
         return self.in_order(groups, arranged.halves, self._updates_in(arranged))
 
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
