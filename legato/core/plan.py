@@ -168,7 +168,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         """Return the plan sharded as `shard` says, with two halves in place of each all_reduce.
 
         Each all_reduce becomes a reduce_scatter in its place. The all_gathers follow, in the order in which the next
-        forward pass reads the parameters: `places` has the place of each tensor in that order, and tensors without a
+        forward pass reads the parameters; `places` has the place of each tensor in that order, and tensors without a
         place come last. Existing halves keep their slices. With `shard="none"`, the plan is returned unchanged.
 
         Raises `InputError` on an unknown `shard`, on a plan for parameter servers, and on a plan that is already

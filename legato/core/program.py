@@ -33,7 +33,7 @@ class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True,
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="start"):
-    """The start of a communication, given by its number in the program. The worker goes on at once."""
+    """The start of a communication, given by its number in the program. The worker does not wait."""
 
     communication: int
 

@@ -2,8 +2,9 @@
 
 Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of the chain. So any op that
 reaches an op of the chain also reaches all earlier ops of this chain. The ops that an op reaches are therefore a prefix
-of each chain, so the length of each prefix describes all of them. Source: the chain compression of Jagadish (A
-Compression Technique to Materialize Transitive Closure, ACM TODS 1990), with a greedy cover.
+of each chain, so the length of each prefix describes all of them.
+Source: the chain compression of Jagadish (A Compression Technique to Materialize Transitive Closure, ACM TODS 1990),
+with a greedy cover.
 
 A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps the
 number of chains small. A chain continues with the op that has the longest path after it, not with a short end such as

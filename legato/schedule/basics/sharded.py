@@ -4,8 +4,9 @@ Idea: every worker keeps the optimizer's states only for its own part of the par
 reduced and scattered, each worker updates its shard, and all workers gather the updated parameters. A reduce-scatter
 and an all-gather together send as many bytes as an all-reduce. The reduce-scatters overlap with the backward pass. The
 all-gathers overlap with the next forward pass, because they run in the order in which the forward pass reads the
-parameters. Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on the volume)
-and DeAR (Zhang et al., ICDCS 2023: one half during each pass).
+parameters.
+Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5 on sharding, and section 7 on the volume) and DeAR
+(Zhang et al., ICDCS 2023: one half during each pass).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A gradient can be sent between the op that produces it and the first op that reads it. Four parts of Caramel widen these
 windows or use them better, and each part can be switched off. With all parts off, Caramel plans as `fifo` does.
 
-*Serialization* (section 4.1, `op_order.py`) runs the backward pass in an order that makes gradients ready early. The
-result is the plan's `op_order`.
+*Serialization* (section 4.1, `op_order.py`) runs the backward pass in an order that makes gradients ready early.
+Serialization sets the plan's `op_order`.
 
 *Batching* (4.2) merges small gradients, since a small message is mostly overhead. A gradient below a threshold joins
 the current batch. The batch is sent when it exceeds the threshold, or when the network has nothing else to do. So a

@@ -2,8 +2,10 @@
 
 Idea: a background thread wakes up once per cycle, agrees with the other workers on the gradients that are ready on
 every worker, and sends those together. Fusing gradients costs fewer startup times than one message per tensor, and
-needs no plan. The forward pass waits for all messages. Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle
-time and threshold are HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of Horovod's code. Units: seconds and bytes.
+needs no plan. The forward pass waits for all messages.
+Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are HOROVOD_CYCLE_TIME and
+HOROVOD_FUSION_THRESHOLD of Horovod's code.
+Units: seconds and bytes.
 
 The defaults are Horovod's since version 0.21 (2020): 1 ms and 128 MiB. Earlier versions of Horovod, and the papers that
 compare with it, used 5 ms and 64 MiB.

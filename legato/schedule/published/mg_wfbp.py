@@ -11,8 +11,8 @@ Deviations:
   layers, which the loop has not reached yet. So one scan in O(L) finds the same merges.
 - Here each tensor is a layer, and layers are in ready order. If two tensors are ready at the same op, the second one
   takes no backward time.
-- As printed, line 9 leaves the backward start of layer 1 unset, and line 13 reads the start of layer 0. For both, the
-  paper means the end of the backward pass (equation 26).
+- As printed, line 9 leaves the backward start of layer 1 unset, and line 13 reads the start of layer 0. In both lines,
+  the paper means the end of the backward pass (equation 26).
 - The theorem claims that the result of Algorithm 1 is optimal, but it is not; `merge_optimal.py` finds the optimum.
 """
 

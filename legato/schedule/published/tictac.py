@@ -40,10 +40,10 @@ Deviations:
 sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole backward pass has
 a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
-[Note: counts] TIC needs only the number of transfers in each set. The sets of ops grow along the graph. So of all ops
-that need a transfer together with others, the earliest ops need the fewest transfers. If the sets are too large to
-store, a cover of the graph by chains counts the transfers (`reach.py`). If only one op reads a transfer's tensor, the
-transfer is counted at this op.
+[Note: counts] TIC needs only the number of transfers in each set. The set of transfers that ops need grows along the
+graph. So of all ops that need a transfer together with others, the earliest ops need the fewest transfers. If the sets
+are too large to store, a cover of the graph by chains counts the transfers (`reach.py`). If only one op reads a
+transfer's tensor, the transfer is counted at this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week has 6e17 picoseconds, and the limit is 9e18.)
