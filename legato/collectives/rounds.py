@@ -1,7 +1,7 @@
 """All-reduce algorithms as data. The rounds determine the cost, the work of each rank, and the traffic on links.
 
-An algorithm divides a message into equal parts and has two halves. In the first half, ranks add the parts that they
-receive to their own, until some rank has the complete sum of each part. In the second half, the complete parts are
+An algorithm divides a message into equal parts, and runs in two halves. In the first half, ranks add the parts that
+they receive to their own, until some rank has the complete sum of each part. In the second half, the complete parts are
 distributed.
 
 [Note: blocks] A transfer carries a block of neighbouring parts. In the first half, the receiver's number is also the

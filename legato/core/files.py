@@ -55,7 +55,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of a hash. Equal values have equal hashes, and a workload caches its hash."""
+    """Return a hash as 16 hexadecimal digits. Equal values have equal hashes, and a workload caches its hash."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]

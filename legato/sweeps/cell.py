@@ -96,7 +96,7 @@ class Simulation:
             )
 
     def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
-        """Simulate a plan on the named fabric. Raises `InputError` if this fidelity cannot simulate the fabric."""
+        """Simulate a plan on the named fabric. Raises `InputError` if the fidelity cannot simulate the two."""
         if self.fidelity == "transfers":
             options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
             with nullcontext() if name in FABRICS else blame(name):

@@ -84,8 +84,8 @@ def lower_bound(  # noqa: PLR0913
     optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
     format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left out, because it
     takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`)
-    also holds for this kind. So a thorough bound is never below the bound of a wider kind, if there are at most 64
-    tensors, or if there are at most 4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is
+    also holds for the narrower kind. So a thorough bound is never below the bound of a wider kind, if there are at most
+    64 tensors, or if there are at most 4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is
     unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)

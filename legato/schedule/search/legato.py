@@ -1,9 +1,9 @@
 """legato: plan merging, partitioning, order and collective together, for the real cost of messages.
 
-Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward pass; PACE and P3 order and
-partition, and ignore the alpha of each message. `legato` decides everything together. For given sizes of messages, it
-is best to fill each message with the ready bytes that are needed first (`fill.py`). So the search only has to find the
-sizes.
+Idea: each published scheduler decides one thing. MG-WFBP merges gradients, but ignores the forward pass; PACE and P3
+order and partition gradients, but ignore the alpha of each message. `legato` decides everything together. For given
+sizes of messages, it is best to fill each message with the ready bytes that are needed first (`fill.py`). So the search
+only has to find the sizes.
 
 The search starts from the messages that the bound of nested sets asks for, which are the best messages for chains of
 layers (`nested_messages.py`). The search also starts from messages of equal sizes and from the messages of the best

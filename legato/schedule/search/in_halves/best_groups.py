@@ -3,10 +3,10 @@
 If workers update only their shards, everything can be scattered before anything is gathered. The time of an iteration
 is then divided at the moment c when the first all-gather begins. Here T is the least time of an iteration for which
 some c leaves enough time on both sides of c (`bound/arguments/equal_pairs.py`). Groups are formed from the end of the
-line of all bytes, where the bytes are ready last and needed first. Each group has as many bytes as T and c allow. For a
-chain of layers without updates and one collective, these groups are the optimum of plans that scatter everything first.
-If the two passes spend their time in different layers, it can be better to gather something before the gradients that
-are needed last are scattered. Only the search finds such plans (`group_search.py`).
+line of all bytes, where the bytes are ready last and needed first. Each group has as many bytes as fit into T seconds
+divided at c. For a chain of layers without updates and one collective, these groups are the optimum of plans that
+scatter everything first. If the two passes spend their time in different layers, it can be better to gather something
+before the gradients that are needed last are scattered. Only the search finds such plans (`group_search.py`).
 """
 
 from __future__ import annotations
