@@ -112,7 +112,11 @@ class Transfers:
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
-        """Return the kind of a collective from names of its kernel, marks and operators; later names have priority."""
+        """Return the kind of a collective from the names of its kernel, marks and operators.
+
+        The user's patterns come first. Otherwise the last name of a known kind counts, and `send_recv` only if no name
+        is of another kind.
+        """
         if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
             return told
         found = "unknown"

@@ -113,7 +113,7 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
 
 
 def varying(rows: Sequence[SweepRow]) -> list[str]:
-    """Return the axes in which the rows differ."""
+    """Return the axes in which the rows differ, without the number of servers."""
     return [name for name in _AXES if len({row.axes[name] for row in rows}) > 1]
 
 

@@ -28,7 +28,7 @@ class CheapestCollective(NamedTuple):
     def seconds(self, nbytes: int) -> float:
         """Return the seconds of a message with the cheapest choice.
 
-        A message above `most` bytes is sent as several full messages and one with the rest.
+        A message above `most` bytes is sent as full messages and, if there is a rest, one more.
         """
         if self.most < math.inf:
             full, rest = divmod(nbytes, self.most)

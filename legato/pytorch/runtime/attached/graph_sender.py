@@ -100,7 +100,7 @@ class GraphSender:
             gate.hide(slot)
 
     def show_gates(self) -> str:
-        """Show the gates that are still needed after a compiled pass; return the name of one gated parameter, or ""."""
+        """Restore the gates of waiting parameters after a compiled pass; return the first parameter's name, or ""."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
             self.reducer.delivery.install_gate(slot)

@@ -165,7 +165,7 @@ class Chain:
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """Store times and work by tensor; a half takes `half_s` to start. Without `updating`, updates do not count."""
+        """Store times and work. A half takes `half_s` to start. Without `updating`, only tails hold updates."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
         self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0

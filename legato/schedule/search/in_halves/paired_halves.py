@@ -27,7 +27,7 @@ _WORTH = 0.002
 
 
 def pair_halves(fastest: Fastest, budget: Budget) -> None:
-    """Search for plans in halves, starting from the messages of the fastest plan, and keep any faster plan."""
+    """Search for plans that send messages in two halves, starting from the fastest plan, and keep a faster plan."""
     problem, plan = fastest.problem, fastest.plan
     workload, cluster = problem.workload, problem.cluster
     paired = Fastest(problem)
