@@ -25,8 +25,8 @@ Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="FILES...",
-        help="Files of predicted or measured timelines, and optionally of their workload, cluster, plans and measured "
-        "times. A folder means all such files in it.",
+        help="Files of timelines (predicted or measured), workloads, clusters, plans and measured times. A folder "
+        "means all such files in it.",
     ),
 ]
 

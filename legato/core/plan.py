@@ -101,7 +101,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     @property
     def wire_nbytes(self) -> int:
-        """Return the number of bytes that are sent: half of the bytes (rounded up) in a `wire` format."""
+        """Return the number of bytes that are sent: `nbytes`, or, in a `wire` format, half of them (rounded up)."""
         return self.nbytes if self.wire is None else -(-self.nbytes // 2)
 
     @property

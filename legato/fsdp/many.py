@@ -180,7 +180,7 @@ class _Many:
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """Record the forward pass's memory: root and kept groups stay, and outputs of gathers wait to be copied."""
+        """Record the memory of the forward pass: root and kept groups, and gathered outputs until they are copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied

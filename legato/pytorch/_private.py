@@ -764,7 +764,7 @@ class SubstituteScaler(torch.amp.GradScaler):
 
 
 def counts_steps(step: Any) -> bool:
-    """Return whether this `step` is the replacement by which a learning-rate scheduler counts an optimizer's steps."""
+    """Return whether this `step` is a learning-rate scheduler's wrapper, which counts the optimizer's steps."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 

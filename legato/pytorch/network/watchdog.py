@@ -239,7 +239,7 @@ class _Watch(threading.Thread):
     """The thread that polls the store until the watchdog or the store is gone, or a failure was reported.
 
     [Note: exits] If a watchdog's thread is using the store when the interpreter ends, the process aborts. So the
-    process waits for these threads before it ends, for at most `ANSWER_S` seconds. The threads are daemons
+    process waits for these threads before it ends, for at most `ANSWER_S` seconds each. The threads are daemons
     nevertheless, so that a store that hangs does not keep the process from ending.
     """
 

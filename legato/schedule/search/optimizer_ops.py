@@ -3,7 +3,7 @@
 An optimizer op can run as soon as its gradients have arrived, and must run before the first forward op that reads the
 updated parameters. If each update runs just before the first forward op that reads its result
 (`Workload.iteration_order`), the stream sometimes waits although it has work to do. In a schedule of this module, the
-stream runs the next forward op if possible, and otherwise the possible update that is needed first. So the stream is
+stream runs the next forward op if possible, and otherwise the update that can run and is needed first. So the stream is
 never idle while an op is ready (a work-conserving schedule).
 """
 

@@ -219,7 +219,7 @@ def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
 
 
 class _Sends(NamedTuple):
-    """Exchanges of the forward pass, of the backward pass, and exchanges that may be hidden in the backward pass."""
+    """Exchanges of the forward pass, exchanges after the backward pass, and exchanges that it may hide."""
 
     forward: tuple[Exchange, ...] = ()
     backward: tuple[Exchange, ...] = ()

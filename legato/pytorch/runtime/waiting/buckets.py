@@ -227,7 +227,7 @@ class BucketSlice:
     whole: bool  # whether the slice holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the slice's elements of a tensor that is shaped like the parameter, in the order of the slice."""
+        """Return the elements that this slice takes from a tensor of the parameter's shape, in the slice's order."""
         tensor = self.slot.ordered(tensor)
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 

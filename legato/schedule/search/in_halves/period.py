@@ -2,8 +2,8 @@
 
 Idea: given the groups and a rank for every half, list scheduling finds a good plan in one pass over the iteration.
 Whenever the network is free, the network sends the possible half with the lowest rank. Whenever the stream is free, the
-stream runs the possible update that is needed first, or else the next forward op. As in a training step, updates follow
-the backward pass.
+stream runs, of the updates that can run, the one that is needed first, or else the next forward op. As in a training
+step, updates follow the backward pass.
 
 With a sharded optimizer, each worker updates its own part of the scattered gradients, and a parameter is gathered after
 its update. With shards, it is never worse to run an update than a forward op, since later gathers wait only for

@@ -48,7 +48,7 @@ class Iteration:
 
 
 class Unrolled:
-    """A graph (`topology.graph`) of `iterations` iterations of a plan on a fabric."""
+    """A graph (`topology.graph`) of several iterations of a plan on a fabric, one for each factor of `slowdown`."""
 
     def __init__(
         self,
