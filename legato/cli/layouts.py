@@ -99,7 +99,7 @@ def layouts(
         str,
         typer.Argument(
             metavar="NAME|J.json",
-            help="A language model, its configuration file, or a whole job, which keeps its layout.",
+            help="A language model, its configuration file, or a whole job. A job keeps its layout.",
         ),
     ],
     options: Annotated[Options, taken_by(_search, _of_job)],

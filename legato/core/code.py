@@ -26,8 +26,8 @@ __all__ = ["blame", "guarded", "installed", "load", "load_installed", "own"]
 def load(spec: str, kind: type[InputError] = InputError) -> Any:
     """Return the function or class in FILE.py, where `spec` is "FILE.py:FUNCTION".
 
-    The file's folder is added to `sys.path`, as when Python runs a file. Raises an error of type `kind`, also if the
-    user's code raises an exception.
+    The file's folder is added to `sys.path`, as when Python runs a file. If the function cannot be loaded, or the
+    user's code raises an exception, raises an error of type `kind`.
     """
     name, colon, function = spec.rpartition(":")
     if not colon or not name or not function:

@@ -1,9 +1,9 @@
 """The search for groups of modules for fully sharded training: deterministic hill climbing from regular starts.
 
-The order of FSDP2's collectives is fixed, so a wrapping is evaluated in one pass, and nothing has to be scheduled. The
-search chooses where groups begin, whether each is resharded or kept after its forward pass, how many groups are
-gathered ahead in each pass, and how many reductions may wait. The search looks for the fastest wrapping within a limit
-on memory. Units: seconds and bytes.
+The order of FSDP2's collectives is fixed, so a wrapping (a choice of groups) is evaluated in one pass, and nothing has
+to be scheduled. The search chooses where groups begin, whether each group's parameters are resharded or kept after its
+forward pass, how many groups are gathered ahead in each pass, and how many reductions of gradients may be in flight.
+The search looks for the fastest wrapping within a limit on memory. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Score = tuple[bool, float, float]  # (False, seconds, bytes) if the layout fits,
 
 
 def by_unit(chain: Chain, state: int = RESHARD) -> Layout:
-    """Return the usual layout without a plan: each unit is a group, and the last group is kept."""
+    """Return the usual layout without a plan: each unit is a group, and only the last group is not resharded."""
     begins = tuple(chain.starts)
     return Layout(begins, (*(state for _ in begins[1:]), KEEP))
 
 
 def every(chain: Chain, count: int, state: int = RESHARD, kept: int = 1) -> Layout:
-    """Return the layout of groups of `count` units each, with the last `kept` groups kept."""
+    """Return the layout of groups of `count` units each; the last `kept` groups are not resharded."""
     begins = tuple(chain.starts[::count])
     kept = min(kept, len(begins))
     return Layout(begins, (*[state] * (len(begins) - kept), *[KEEP] * kept))
@@ -107,7 +107,7 @@ def _starts(chain: Chain) -> Iterator[Layout]:
 
 
 def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yield layouts with the same groups and depths, but with finer choices of the groups that are kept."""
+    """Yield layouts with the same groups and depths, but more choices of how many groups are resharded, and how far."""
     for layout in layouts:
         yield layout
         kept = (*_KEPT, *(round(part * len(layout.begins)) for part in _IN_NODE))
@@ -116,7 +116,7 @@ def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
 
 
 def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node: Iterable[float]) -> Iterator[Layout]:
-    """Yield layouts with the last groups kept, and a part of the groups before them resharded to the node, if any."""
+    """Yield layouts that keep the last groups, reshard a part of the others to the node, and the rest fully."""
     count = len(begins)
     for most in sorted({min(k, count) for k in kept}):
         for part in in_node if chain.node is not None else (0.0,):
@@ -125,7 +125,7 @@ def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node:
 
 
 def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
-    """Yield partitions: each unit as a group, and groups of a minimum size, with and without the first unit alone."""
+    """Yield partitions: each unit as a group, then groups of a minimum size, with the first unit alone or not."""
     yield tuple(chain.starts)
     sizes = [chain.units[u].gathered for u in chain.held]
     total, least = sum(sizes), min(sizes)
@@ -158,7 +158,7 @@ def _climb(known: _Known, layout: Layout, limit: float) -> Layout:
 
 
 def _less(one: Score, other: Score) -> bool:
-    """Return whether `one` is better by more than rounding."""
+    """Return whether `one` is better than `other` by more than a rounding error."""
     if one[0] != other[0]:
         return one[0] < other[0]
     return one[1] < other[1] * (1 - _LEAST) or (one[1] <= other[1] * (1 + _LEAST) and one[2] < other[2] * (1 - _LEAST))
@@ -193,13 +193,13 @@ def _layout(layout: Layout, begins: Sequence[int], states: Sequence[int]) -> Lay
 
 
 def _middle(inside: Sequence[int], sums: Sequence[int], begin: int, end: int) -> list[int]:
-    """Return the start that best divides the bytes of a group into halves, if there is any."""
+    """Return the unit at which a group is best divided into halves by bytes, as a list that may be empty."""
     half = (sums[begin] + sums[end]) / 2
     return [min(inside, key=lambda unit: abs(sums[unit] - half))] if inside else []
 
 
 def _together(layout: Layout, moves: Sequence[tuple[int, Layout]]) -> Layout:
-    """Return the layout after several moves in groups that do not touch each other. Earlier moves have priority."""
+    """Return the layout after several moves in groups that are not neighbours. Earlier moves have priority."""
     begins, states = set(layout.begins), dict(zip(layout.begins, layout.states, strict=True))
     touched: set[int] = set()
     for where, moved in moves:

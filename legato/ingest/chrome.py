@@ -9,8 +9,8 @@ also pass a decoder of the whole file.
 [Note: values that are not JSON] Profilers write some values without escapes: infinities, and names with quotes,
 backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run
 valid, these values are repaired and counted: a number that is not valid becomes `null`, and an invalid string is read
-character by character. A string ends at a quote that is followed by a comma and the next key, or by a bracket. A name
-may also contain such quotes, so it ends only where a key of an event follows.
+character by character. A string ends at a quote before a closing bracket, or before a comma and a key. A name may
+contain such quotes, so it ends only before the end of the event, or before a key that events have.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
 def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> None:
     """Raise `InputError` if the traces of a job of `number` ranks do not fully describe some communication.
 
-    `grouped` says whether the job has communications in groups of fewer ranks.
+    `grouped` says whether some communications of the job are in groups of fewer than `number` ranks.
     """
     for rank, own in transfers.items():
         for transfer in own:
@@ -158,7 +158,7 @@ def _carries_gradients(same: Sequence[TracedTransfer]) -> bool:
 
 
 def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], notes: Notes) -> int:
-    """Return a communication's bytes on each rank, or on the rank with the most bytes if an all-to-all is unequal."""
+    """Return a communication's bytes on each rank; for an all-to-all, the bytes of the rank with the most bytes."""
     sizes = [t.nbytes or 0 for t in same]
     if min(sizes) < max(sizes):
         if kind != "all_to_all":
@@ -169,7 +169,7 @@ def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], 
 
 
 def _named(purpose: str) -> str:
-    """Return the kind of communication that a group's name implies, or else the name itself ("" if it says nothing)."""
+    """Return the kind of communication that a group's name implies; otherwise the name ("" if it is a default)."""
     name = purpose.lower()
     words = set(re.split(r"[^a-z]+", name))
     kinds = [kind for kind, known in _WORDS.items() if words & known]

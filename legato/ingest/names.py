@@ -87,7 +87,7 @@ class Transfers:
     """The names of kernels and operators that move data between devices: legato's table, and the user's additions.
 
     `added` are texts `PATTERN=COLLECTIVE`. Kernels, operators and marks whose names match the regular expression belong
-    to this collective, such as `all-reduce`. Raises `InputError` for any other text.
+    to this collective, such as `all-reduce`. Raises `InputError` if a text of `added` has another form.
     """
 
     def __init__(self, added: Iterable[str] = ()) -> None:
@@ -114,8 +114,8 @@ class Transfers:
     def kind(self, names: Sequence[str]) -> str:
         """Return the kind of a collective from the names of its kernel, marks and operators.
 
-        The user's patterns come first. Otherwise the last name of a known kind counts, and `send_recv` only if no name
-        is of another kind.
+        If a name matches a pattern of the user, the pattern's kind is returned. Otherwise the last name of a known kind
+        decides; `send_recv` decides only if no name is of another kind.
         """
         if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
             return told
@@ -150,7 +150,7 @@ def is_integer(name: Any) -> bool:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` if empty."""
+    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`, or `all ranks` if none."""
     if not ranks:
         return "all ranks"
     steps = {b - a for a, b in itertools.pairwise(ranks)}

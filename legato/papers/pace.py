@@ -3,8 +3,8 @@
 The setting is from section VI: one GTX 1080Ti per worker, ring all-reduce, and
 Horovod with its defaults of that time (a cycle of 5 ms, fusion up to 64 MiB). The
 paper does not print the start-up of an all-reduce; a latency of 30 us per hop is assumed
-for all models and bandwidths. Only the order of TicTac is used, for all-reduces of whole tensors in the order in which
-they are read, without fusion.
+for all models and bandwidths. Of TicTac, only the order of transfers is used: tensors are all-reduced whole, without
+fusion, in the order in which they are read.
 
 The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a batch of 64 for VGG-16 takes 1.09 s, which
 is longer than the communication at any bandwidth of Fig. 9. But the largest published gain is at 12 Gbps, where

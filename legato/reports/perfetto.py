@@ -78,7 +78,7 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
 
 
 def _inside(span: Span) -> float:
-    """Return the time, in microseconds, of the last nanosecond that viewers count as part of a span."""
+    """Return the last nanosecond that viewers take as part of a span, in microseconds."""
     return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 
@@ -118,8 +118,8 @@ def flows(timeline: Timeline, workload: Workload | None = None) -> Iterator[tupl
     """Yield pairs of a span and the span that waits for it, worker by worker.
 
     There are two kinds of pairs: the op that computes a gradient and the gradient's message, and a message and an op
-    that had to wait for this message. The workload tells which backward op computes the gradient after which a message
-    is named; without a workload, there are only pairs of the second kind.
+    that had to wait for this message. A message has the name of its gradient, and the workload tells which backward op
+    computes this gradient. Without a workload, there are only pairs of the second kind.
     """
     workers: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
@@ -142,7 +142,7 @@ def _gradients(spans: list[Span], workload: Workload | None) -> Iterator[tuple[S
 
 
 def _tensor(name: str, known: dict[str, str]) -> str:
-    """Return the tensor after which a message is named."""
+    """Return the tensor whose name a message has."""
     return name if name in known else re.sub(r" \+ ?\d+$", "", name)
 
 

@@ -1,8 +1,8 @@
 """The schedulers of a report side by side: the table of one workload, its headline, and the table of all workloads.
 
 [Note: one kind of time] Predicted times are only compared with predicted times, and measured times only with measured
-times. Every head and sentence says which kind it shows. A measured time is the median of many iterations. A measured
-timeline shows only one iteration, so it does not tell which plan is faster.
+times. Every sentence and every head of a column says which kind of time it shows. A measured time is the median of many
+iterations. A measured timeline shows only one iteration, so it does not tell which plan is faster.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ Kind = Literal["measured", "one iteration", "predicted"]
 class Entry(msgspec.Struct, frozen=True):
     """One row of the table: times in seconds, and shares from 0 to 1; None means unknown.
 
-    `measured_s` is a median, and `one_s` is the time of the measured iteration that is drawn. `gap` is how far
-    `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` are of the predicted iteration, or of the
-    measured one if there is no prediction. `exposed` has the share of exposed communication, by the source of the
-    timeline. `rounded` is the share of bytes in a wire format, or None if no plan in the table uses one.
+    `measured_s` is a median, and `one_s` is the time of the single measured iteration that the report draws. `gap` is
+    how far `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` are of the predicted iteration, or of
+    the measured one if there is no prediction. `exposed` has the share of exposed communication for each source of
+    timelines (predicted or measured). `rounded` is the share of bytes in a wire format, or None if no plan in the table
+    uses one.
     """
 
     scheduler: str
@@ -162,7 +163,7 @@ def _seconds(entry: Entry, kind: Kind) -> float:
 
 
 def _baseline(table: Sequence[Entry]) -> Entry | None:
-    """Return the baseline: DDP or, for orders of pulls, the random order; None if the table has neither."""
+    """Return the baseline: DDP, or the random order in a table of orders of pulls; None if the table has neither."""
     return next((e for name in BASELINES for e in table if e.scheduler == name), None)
 
 

@@ -2,8 +2,8 @@
 
 A *grid* (`grid.py`) is every combination of workloads, fabrics, schedulers and machines. A *cell* is one combination,
 which is simulated independently (`cell.py`). `run.py` runs the cells that are not yet in the *journal*
-(`journal.py`), on the cores that `parallel.py` provides. `table.py` writes the rows. Whole jobs are only combined with
-networks (`jobs.py`).
+(`journal.py`), on the cores that `parallel.py` provides. `table.py` writes the rows. Grids of whole jobs combine jobs
+and networks only (`jobs.py`).
 """
 
 from __future__ import annotations

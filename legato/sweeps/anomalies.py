@@ -22,7 +22,7 @@ _SAME = 1e-3
 
 
 def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Return the rows, with an `anomaly` for each cell that is over 0.1% slower than a cell with one worse value.
+    """Return the rows; a cell has an `anomaly` if the same cell with one worse value is faster by more than 0.1%.
 
     The anomaly is `AXIS=VALUE` of the fastest such cell.
     """

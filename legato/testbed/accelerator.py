@@ -6,11 +6,12 @@ autograd, so hooks, buckets and reducers work as in any training. Between reads 
 host sleeps until the emulated device is done. `EmulatedOptimizer` also sleeps for the time of its ops. The models do
 not learn, because gradients are constants.
 
-[Note: the device's clock] A host launches work on an accelerator and runs ahead of it. The device is idle only while it
-waits for a gradient or a parameter. Therefore the end of an op is *planned*: it is the end of the previous op plus the
-op's duration. The host sleeps until the planned end. If the host wakes up too late, or was busy with packing a message,
-the planned end of the next op does not move. Only a wait for the network moves the planned end. `ask` and `meet`
-enclose a wait for the network: if the wait took time, the device cannot have started the next op before the wait ended.
+[Note: the device's clock] A host launches work on an accelerator, and continues before the accelerator has finished
+this work. The device is idle only while it waits for a gradient or a parameter. Therefore the end of an op is
+*planned*: it is the end of the previous op plus the op's duration. The host sleeps until the planned end. If the host
+wakes up too late, or was busy with packing a message, the planned end of the next op does not move. Only a wait for the
+network moves the planned end. `ask` and `meet` enclose a wait for the network: if the wait took time, the device cannot
+have started the next op before the wait ended.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Clock:
         self._asked = time.perf_counter()
 
     def meet(self) -> None:
-        """Mark the end of a wait for the network; the device waited too."""
+        """Mark the end of a wait for the network, in which the device waited like the host."""
         now = time.perf_counter()
         if now - self._asked > _AT_ONCE_S:
             self.busy_until = max(self.busy_until, now)
@@ -71,14 +72,14 @@ class Clock:
 
 
 class _Stretch(NamedTuple):
-    """Consecutive ops without an event between them, and the tensors that are read before or ready after them."""
+    """Consecutive ops, with the tensors of the first op (in the forward pass) or of the last op (in other phases)."""
 
     seconds: float
     tensors: tuple[int, ...]
 
 
 class _Backward(Function):
-    """The autograd function of one stretch of the backward pass; the forward pass chains such functions in reverse."""
+    """The autograd function of one stretch of the backward pass; the forward pass applies the last stretch first."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -144,10 +145,10 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """An optimizer that takes the time of a workload's optimizer ops; an op runs when its last parameter is stepped.
+    """An optimizer that takes the time of a workload's optimizer ops; an op runs when all its parameters had a step.
 
-    If the optimizer has only some elements of an op (some `parameters`, or shards), it takes only that fraction of the
-    op's time.
+    If the optimizer has only some elements of the tensors of an op (some `parameters`, or shards), it takes only that
+    fraction of the op's time.
     """
 
     #: Tells the runtime that it may step parameters, and even parts of them, one by one.
@@ -238,7 +239,7 @@ def _updates(workload: Workload) -> list[_Stretch]:
 
 
 def _runs(workload: Workload, ops: Iterable[int], tensors: Mapping[int, Sequence[int]]) -> list[_Stretch]:
-    """Split these ops after every op that has tensors."""
+    """Split these ops after every op that has an entry in `tensors`."""
     stretches, seconds = [], 0.0
     for i in ops:
         seconds += workload.ops[i].duration_s

@@ -28,9 +28,9 @@ class Step:
     """A predicted step of a job.
 
     In a step of `seconds`, the busiest worker computes for `computing_s` and is idle for `bubble_s`. `exposed_s` has
-    its waits for each kind of communication, and the optimizer's step as `optimizer`. `sent` has the bytes that each
-    GPU sends (mean over stages), by kind and tier (`host`: links inside the host; `network`: cards). `memory` is the
-    memory of the fullest worker.
+    the seconds in which this worker waits for each kind of communication; its entry `optimizer` is the optimizer's
+    step. `sent` has the bytes that each GPU sends (mean over stages), by kind and tier (`host`: links inside the host;
+    `network`: cards). `memory` is the memory of the fullest worker.
     """
 
     job: Job
@@ -91,7 +91,7 @@ class Step:
 
     @property
     def interval(self) -> Interval | None:
-        """Return the seconds between which four of five such steps lie, or None if no measured step is of this kind."""
+        """Return the interval of seconds for four of five such steps, or None if no measured step is of this kind."""
         return interval(self.kind, self.job.machine, self.seconds)
 
     @property
@@ -168,9 +168,9 @@ def predict(job: Job) -> Step:
 def floor_s(job: Job) -> float:
     """Return a lower bound on the seconds of a step.
 
-    Before a worker's own work, a forward pass runs through all stages before the worker's first stage. After the
-    worker's own work (except for delayed gradients of weights), a backward pass runs through the same stages. For every
-    schedule except GPipe, bubbles are no longer than these two passes, so the bound is close to the step itself.
+    A worker cannot begin before a forward pass has run through all earlier stages. When the worker has done its work
+    (except for delayed gradients of weights), a backward pass still has to run through these stages. For every schedule
+    except GPipe, bubbles are no longer than these two passes, so the bound is close to the step itself.
     """
     stages, workers = _stages(job), job.mesh.pipeline
     tails = [_tail(job, worker, stages).total_s for worker in range(workers)]

@@ -1,7 +1,8 @@
 """The papers' models as workloads: no download, no training framework.
 
 Numbers of parameters and sizes equal the published ones in all printed digits; each model's file says which definition
-gives them. If papers use the same name for different models, each of these models has its own name here.
+of the model gives these numbers. If papers use the same name for different models, each of these models has its own
+name here.
 
 - TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3` `resnet-v1-50` `resnet-v1-101`
   `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
@@ -23,10 +24,10 @@ These published numbers cannot be matched:
 - *Network Operator Edition, Table 2* truncates some numbers and rounds others. Inception-v3 with 0.715 Gb matches no
   variant of the model (0.869 with the auxiliary classifier, 0.762 without it, and 0.697 without the output layers as
   well). ResNet-200 has 2.06 Gb in the table. Here ResNet-200 has 2.071 Gb with gamma, as in the paper's Table 7, and
-  2.069 Gb without. ResNet-101 has 1.3e10 FLOPs in the table and 1.44e10 here. The table's numbers of weights contradict
-  its own sizes.
-- *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here the tensors match exactly, and the
-  vocabularies are inferred.
+  2.069 Gb without. ResNet-101 has 1.3e10 FLOPs in the table and 1.44e10 here. The table's numbers of weights do not fit
+  the sizes in the same table.
+- *PACE, Table II* gives no configuration of Seq2Seq and Transformer. Here these models have exactly the published
+  tensors, and vocabularies that were inferred.
 - *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so on): the released models have other
   numbers, which are used here.
 
@@ -147,14 +148,15 @@ def workload(  # noqa: PLR0913
     accumulate: int = 1,
     replica_devices: int = 1,
 ) -> Workload:
-    """Return one training iteration of a model, or of the model with this name, on one worker.
+    """Return one training iteration of a model on one worker; `name` is a model or the name of a model.
 
     `batch_size` counts samples (images, sentences); the default comes from the paper that uses the model. `device` is
     any `Device` or the name of one in `DEVICES`, and `precision` is one of `PRECISIONS`. The defaults are `v100` and
-    `fp32`, and for language models `h100` and `bf16`. On a machine (`legato.zoo.presets` has some), a language model
-    computes as long as in a whole job on one GPU (`legato.zoo.language.layer`), and twice as long in fp32. If
-    `forward_s` or `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add up
-    to it. `gradients` is the precision in which gradients are sent, by default the precision of the computation.
+    `fp32`, and for language models `h100` and `bf16`. If `device` is a `Machine` (`legato.zoo.presets` has some), a
+    language model takes the computing time of a whole job on one GPU (`legato.zoo.language.layer`); fp32 takes twice
+    this time. If `forward_s` or `backward_s` (seconds) is given, such as a published total, the ops of that pass are
+    scaled to add up to it. `gradients` is the precision in which gradients are sent, by default the precision of the
+    computation.
 
     For large models, `recompute` repeats the forward pass of each block in the backward pass. `accumulate` divides the
     batch into this number of micro-batches, and only the last one sends the gradients. `replica_devices` divides the

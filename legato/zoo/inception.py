@@ -38,7 +38,7 @@ Branch: TypeAlias = "Sequence[Conv | Pool | Fork]"
 
 
 def module(x: Value, name: str, branches: Sequence[Branch], unit: Unit, *, reduction: Padding = "same") -> Value:
-    """An Inception module; `reduction` is the padding of the layers with a stride."""
+    """An Inception module; `reduction` is the padding of all layers with a stride above 1."""
     with x.net.scope(name):
         return concat([_branch(x, f"branch{i}", steps, unit, reduction) for i, steps in enumerate(branches)], "concat")
 

@@ -122,7 +122,7 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
 
 
 def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the sorted launch times of the backward ops, and the highest index of an op launched by each time."""
+    """Return the sorted launch times of the backward ops, and the highest index of the ops launched up to each."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
@@ -199,7 +199,7 @@ def _sized_by_copies(
 
 
 def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
-    """Return the parameters of each transfer if their bytes add up to its bytes, or the transfer as one tensor."""
+    """Return each transfer's parameters if they add up to its bytes; otherwise return the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
     taken = 0
@@ -227,7 +227,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Return parameters of the pool that add up to `nbytes`: the latest ones, all but one, or neighbours."""
+    """Return parameters that add up to `nbytes`: try the last ones, then all but one, then any that are neighbours."""
     pool = [p for p in pool if p.nbytes is not None]
     sizes = [p.nbytes or 0 for p in pool]
     sums = [0, *itertools.accumulate(sizes)]

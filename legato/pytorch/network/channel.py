@@ -6,8 +6,8 @@ backend with one thread; other backends (NCCL) keep the order anyway.
 [Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a thread that starts its
 next round when bytes arrive. While the Python thread has work, every message goes to this thread, including the
 backend's own all-reduces. Before its first message, the thread waits for the message that the backend is still running.
-The thread ends with the channel. At its end, a process waits for the thread, unless a message has failed: a send to a
-rank that is gone can take the whole timeout to fail.
+The thread ends with the channel. A process that ends waits for the thread. It does not wait after a message has failed,
+because a send to a rank that is gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
 report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, so
@@ -65,7 +65,7 @@ def channel_for(group: Any) -> Channel:
 
 
 def check_message(message: Message, name: str, backend: str) -> None:
-    """Raise `PlanError`, which calls the message `name`, unless a channel over this backend can run the message."""
+    """Raise `PlanError` if no channel over this backend can run the message; the error calls the message `name`."""
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":
@@ -90,7 +90,7 @@ class _BackendChannel:
         self._group = group
 
     def give_up(self) -> None:
-        """Do nothing: only the backend has messages in flight."""
+        """Do nothing, because this channel has no messages in flight; the backend has them."""
 
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         group = self._group

@@ -1,14 +1,14 @@
 """Collectives that consist of sends and receives, in chunks, on one thread.
 
 `legato.collectives` defines the rounds of each collective. This module runs these rounds on one flat tensor, in place,
-over the point-to-point operations of a gloo backend. A message that is split into `depth` chunks keeps the network and
-the processor busy at the same time (Caramel, sections 4.4 and 5; `legato.simulator.pipelining` predicts its cost): the
-parts of a chunk are sent as soon as its last sum is complete, while the next chunk is added up.
+over the point-to-point operations of a gloo backend. If a message is split into `depth` chunks, the network and the
+processor are busy at the same time (Caramel, sections 4.4 and 5). One chunk is sent as soon as its sums are complete,
+while the next chunk is added up. `legato.simulator.pipelining` predicts the cost.
 
 [Note: receives first] gloo moves bytes when both ends have posted the transfer, so all receives of a message are posted
 before its first send. Summands are received into scratch memory. Results are received directly into their place in the
-tensor. A received result overwrites nothing that is still to be sent: it contains this rank's contribution, so the
-other end has already received that contribution.
+tensor. A received result overwrites nothing that is still to be sent: the result contains what this rank has
+contributed, so this rank's contribution has arrived already.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
 the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.
@@ -45,7 +45,7 @@ class Collectives:
     def carry_out(
         self, tensor: Tensor, kind: Kind, collective: str, depth: int, residual: Tensor | None = None
     ) -> None:
-        """Sum a flat tensor over all ranks, in place, or run one half of this all-reduce.
+        """Sum a flat tensor over all ranks, in place, or run only the reduce-scatter or all-gather of this all-reduce.
 
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the number of chunks. After a
         reduce_scatter, each rank holds the sum of its own parts; an all_gather of the same collective, depth and wire
@@ -107,7 +107,7 @@ class _MessageRun:
             self._wait_all(works)
 
     def _expect(self, r: int, c: int, scratch: Tensor | None) -> Tensor:
-        """Post the receives of a turn, and return the rest of the scratch memory."""
+        """Post the receives of round r of chunk c, and return the unused scratch memory."""
         posted = self._receives[r, c] = []
         left = scratch if scratch is not None else self._chunks[0][:0]
         for taken in self._rounds[r].receives:
@@ -145,7 +145,7 @@ class _MessageRun:
                 residual.add_(rounded_off, alpha=1 / self._alike(r))
 
     def _alike(self, r: int) -> int:
-        """Return how many ranks make the same additions as this rank in round r; each swap doubles the number."""
+        """Return how many ranks make the same additions as this rank in round r; a swap of sums doubles the number."""
         return 1 << sum(step.overwrites for step in self._rounds[: r + 1])
 
     def _wait_all(self, works: list[Any]) -> None:

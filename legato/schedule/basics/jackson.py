@@ -1,8 +1,8 @@
 """Jackson's preemptive schedule: at every moment, run the ready job with the longest tail.
 
-There is one machine. Job i has a release time r_i, a processing time p_i, and a tail q_i that needs no machine. How
-early can the last tail end? With preemption (1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal.
-The last tail then ends at the largest value, over all sets S of jobs, of
+There is one machine. Job i has a release time r_i, a processing time p_i, and then a tail q_i, which needs no machine.
+How early can the last tail end? With preemption (1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is
+optimal. The last tail then ends at the largest value, over all sets S of jobs, of
 
     min r(S) + sum p(S) + min q(S)
 

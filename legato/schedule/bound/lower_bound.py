@@ -46,8 +46,8 @@ ARGUMENTS: tuple[type[Argument], ...] = get_args(Certificate)
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A proof that no schedule takes less than `seconds` for one iteration.
 
-    `kind` is the wider kind of plans for which the bound is proved, or None for the requested kind. With `at_floors`,
-    every message is assumed to cost only as much as the smallest possible message.
+    `kind` is the kind of plans for which the bound is proved, if it is wider than the requested kind, and otherwise
+    None. With `at_floors`, every message is assumed to cost only as much as the smallest possible message.
     """
 
     seconds: float
@@ -84,9 +84,9 @@ def lower_bound(  # noqa: PLR0913
     optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
     format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left out, because it
     takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`)
-    also holds for the narrower kind. So a thorough bound is never below the bound of a wider kind, if there are at most
-    64 tensors, or if there are at most 4,096 and the kinds differ only in `sends`. Raises `InputError` if a setting is
-    unknown, and `TooLargeError` if there are too many ops.
+    also holds for the narrower kind. So with up to 64 tensors, a thorough bound is never below the bound of a wider
+    kind with the same `wire`. If the kinds differ only in `sends`, this holds for up to 4,096 tensors. Raises
+    `InputError` if a setting is unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)
@@ -108,7 +108,7 @@ def lower_bound(  # noqa: PLR0913
 
 
 def _best(problem: Problem, beat: float = 0.0) -> Bound:
-    """Return the largest bound that an argument proves; bounds that are not above `beat` may be missed."""
+    """Return the largest bound that an argument proves; the arguments only look for bounds above `beat`."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
         found += argument.find(problem, max([beat, *(proved.seconds for proved in found)]))
@@ -130,9 +130,9 @@ def verify_bound(  # noqa: PLR0913
 ) -> Fraction:
     """Return the seconds that the certificate proves in exact arithmetic; pass the same settings as to `lower_bound`.
 
-    The result is rounded down to a whole number of ticks. Raises `InputError` if the bound claims over one part in
-    10**9 (the rounding of floats) more than the certificate proves, if the certificate names tensors that the workload
-    does not have, or if the bound is for another kind of plans.
+    The result is rounded down to a whole number of ticks. Raises `InputError` if the bound is for another kind of
+    plans, or if the certificate names tensors that the workload does not have. It also raises `InputError` if the bound
+    exceeds what the certificate proves by over one part in 10**9 (the rounding of floats).
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel: the buckets that it forms, and how to make it form better ones.
+"""PyTorch's DistributedDataParallel: the buckets that DDP forms, and how to make DDP form better buckets.
 
 DDP fills buckets with the gradients, in the order in which these became ready in the first iteration. A bucket is
 closed as soon as its size reaches its cap. By default, the cap of the first bucket is 1 MiB, and the cap of every other
@@ -9,7 +9,7 @@ The rules above describe DDP after it has rebuilt its buckets, which happens in 
 `static_graph`, and never with `find_unused_parameters`.
 
 Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each dtype and device separately. A
-workload records neither, so a single dtype and device are assumed.
+workload does not record dtypes and devices, so a single dtype and device are assumed.
 """
 
 from __future__ import annotations

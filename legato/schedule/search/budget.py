@@ -1,9 +1,9 @@
 """Limits on how much a search may do: work, which is counted, and seconds, which are measured.
 
-If seconds were the only limit, plans would depend on the machine and on what else runs there. So work ends a search:
-each operation counts as the seconds that it takes on a current processor, however long the operation takes on this
-machine. The same input then has the same plan everywhere. The limit in seconds is far higher, for machines that are
-much slower or very busy; `cut` says whether this limit has ended the search.
+If seconds were the only limit, plans would depend on the machine and on what else runs there. So a search ends when it
+has done a certain amount of work: each operation counts as the seconds that it takes on a current processor, however
+long the operation takes on this machine. The same input then has the same plan everywhere. The limit in seconds is far
+higher, for machines that are much slower or very busy; `cut` says whether this limit has ended the search.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """The `work` (nominal seconds) that is left, and a limit of `limit_s` (measured seconds) to do it."""
+    """The `work` (nominal seconds) that a search may still do, in at most `limit_s` measured seconds."""
 
     def __init__(self, work: float = math.inf, limit_s: float = math.inf) -> None:
         self.work = work
@@ -24,7 +24,7 @@ class Budget:
         self._parent: Budget | None = None
 
     def part(self, fraction: float) -> Budget:
-        """Return a budget for up to this fraction of the work that is left; its work counts in this budget, too."""
+        """Return a new budget with this fraction of the work that is left; its work also counts in this budget."""
         part = Budget(self.work * fraction)
         part._stop_at, part._parent = self._stop_at, self
         return part

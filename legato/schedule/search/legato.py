@@ -5,30 +5,30 @@ order and partition gradients, but ignore the alpha of each message. `legato` de
 sizes of messages, it is best to fill each message with the ready bytes that are needed first (`fill.py`). So the search
 only has to find the sizes.
 
-The search starts from the messages that the bound of nested sets asks for, which are the best messages for chains of
-layers (`nested_messages.py`). The search also starts from messages of equal sizes and from the messages of the best
+The search starts from the messages that would reach the bound of nested sets; for chains of layers, these messages are
+the best (`nested_messages.py`). The search also starts from messages of equal sizes and from the messages of the best
 published scheduler. The search merges, divides and shifts messages at random and fills them again, until the iteration
 is within `gap` of the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are
-scattered over messages, a worker has to assemble the tensor. If the cluster says how much time this takes, the search
+scattered over messages, a worker has to assemble the tensor. If the cluster has a cost for this assembly, the search
 also tries messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every
 message uses the collective and the depth that are cheapest for its size. For models with thousands of tensors, the
 search sends blocks of neighbouring tensors (`blocks.py`).
 
-If messages and computation share a machine (`Cluster.contention`), all this is done twice: with the costs of messages
-during computation, and with the costs of messages without computation. The simulator, which knows the contention, then
-picks the better plan (`contended.py`).
+If messages and computation share a machine (`Cluster.contention`), the whole search runs twice: with the costs of
+messages during computation, and with the costs of messages without computation. The simulator, which knows the
+contention, then picks the better plan (`contended.py`).
 
-If the startup time of a message is a considerable part of the iteration, few messages are sent. Each message is then
-tried in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as for sharded plans
-(`in_halves/`).
+If the startup time of a message is a considerable part of the iteration, few messages are sent. The search then also
+tries to send each message in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as
+for sharded plans (`in_halves/`).
 
 Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
 other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
 (`in_halves/sharded_plans.py`), which starts from plans found as above. If messages may be sent in a wire format,
 `legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as possible
 (`wire_format.py`). The plans of all other schedulers are candidates, too, so no other scheduler is faster. With more
-than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers until the best plan
-is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
+than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers one by one. This
+ends as soon as the best plan is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
@@ -84,13 +84,13 @@ def legato(  # noqa: PLR0913
     The search ends earlier if a plan is within `gap` of the bound. `work` is counted in seconds on a current processor
     (`budget.py`), so the same input gives the same plan everywhere, unless the search is cut off after `limit_s`
     seconds, which is logged. By default, every message uses the cheapest collective; `collective` restricts the choice
-    to one. Halves use only collectives that have halves. No message has more than `max_message_bytes`; tensors are
-    partitioned if necessary. With `shard`, the plan shards the optimizer or also the gradients. With `wire`, as few
-    bytes as possible, or all bytes, are sent in a wire format. With `wire`, four searches have `work` and `limit_s`
-    each: for exact messages, for rounded messages, for a mixture, and for the messages to round. Raises `InputError` if
-    the cluster lacks the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises
-    `PlanError` if `shard` needs halves that the collective does not have, and `TooLargeError` if the limit makes too
-    many messages.
+    to one. A message in halves uses only collectives that consist of a reduce-scatter and an all-gather. No message has
+    more than `max_message_bytes`; tensors are partitioned if necessary. With `shard`, the plan shards the optimizer or
+    also the gradients. With `wire`, as few bytes as possible, or all bytes, are sent in a wire format. With `wire`,
+    there are four searches (exact messages, rounded messages, a mixture, and which messages to round), and each has
+    `work` and `limit_s` for itself. Raises `InputError` if the cluster lacks the collective, the limit is below 16
+    bytes, or `shard` or `wire` is unknown or impossible. Raises `PlanError` if `shard` needs halves that the collective
+    does not have, and `TooLargeError` if the limit makes too many messages.
     """
     check_shard(shard)
     check_rounding(wire, workload, shard=shard)
@@ -102,7 +102,7 @@ def legato(  # noqa: PLR0913
 
 
 def _solve(problem: Problem) -> Plan:
-    """Return the best plan; for wire formats, contention and shards, transform the problem and solve the results."""
+    """Return the best plan; transform a problem with wire formats, contention or shards into problems without them."""
     if problem.wire != "none":
         return plan_in_wire_format(problem, _solve)
     check_partitions(problem.workload, "max_message_bytes", problem.most)

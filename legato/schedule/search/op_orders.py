@@ -1,14 +1,15 @@
-"""Orders of computation that are worth planning for: orders of all ops if they may move, and orders of the updates.
+"""Orders of computation that are worth planning for: orders of the updates and, if they may move, of all other ops.
 
 Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
 a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
 best order is often a mixture: gradients that are needed late would only delay gradients for which the forward pass
 waits. So gradients that are needed late are computed last, while the urgent gradients are being sent.
 
-So a third order begins with the updates that have a tail of at least some limit, in Caramel's order. All other updates
-follow by falling tail, and the best of several limits is taken. Then updates move one at a time, while this helps. The
-value of an order comes from Jackson's preemptive schedule for the order's release times: the schedule is the optimum if
-messages could be partitioned for free (`jackson.py`).
+So a third order begins with the urgent updates, in Caramel's order: those whose tail (the computation that waits for
+them) is at least a limit. All other updates follow, the longest tail first. Several limits are tried, and the best is
+kept. Then updates move one at a time, while this helps. The value of an order is the length of Jackson's preemptive
+schedule for the order's release times. This schedule would be optimal if messages could be partitioned for free
+(`jackson.py`).
 
 Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
 while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.
@@ -77,7 +78,7 @@ class OrderValue:
         self.send_s = [line.beta_s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def __call__(self, order: Sequence[int]) -> float:
-        """Return the latest arrival plus tail, even if computation takes longer, so that orders can be compared."""
+        """Return the largest arrival plus tail of a gradient, even if computation takes longer, to compare orders."""
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
@@ -173,7 +174,7 @@ def annealed_order(
 def promising_orders(
     workload: Workload, value: OrderValue, *, moves: tuple[int, int], enough_s: float, budget: Budget, seed: int
 ) -> list[tuple[int, ...]]:
-    """Return different orders of all ops of a period, without the captured order.
+    """Return different orders of all ops of a period; the captured order is not among them.
 
     `moves` has two numbers: how many moves of updates to try, and how many moves of single ops. The search ends earlier
     if the value reaches `enough_s` or the budget is spent.
@@ -214,9 +215,9 @@ def promising_orders(
 
 
 def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[int, ...], float]], float]:
-    """Return orders of computation to plan for, each with its bound, and a bound for any allowed order.
+    """Return orders of computation to plan for, each as (order, bound), and a bound that holds for every allowed order.
 
-    All bounds are for plans of all-reduces. The captured order is (), and the order with the least bound comes first.
+    All bounds are for plans of all-reduces. () means the captured order. The order with the least bound is first.
     """
     workload, cluster = problem.workload, problem.cluster
     captured = ((), lower_bound(workload, cluster, sends="all_reduces", thorough=False).seconds)

@@ -1,4 +1,4 @@
-"""Schedules that run the optimizer ops while the forward pass would wait.
+"""Schedules that run optimizer ops when the forward pass would otherwise wait for gradients.
 
 An optimizer op can run as soon as its gradients have arrived, and must run before the first forward op that reads the
 updated parameters. If each update runs just before the first forward op that reads its result

@@ -45,8 +45,8 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `bandwidth_bps` is the payload that a host's link carries in one direction
     (bits per second). `message_s` is the time that each message takes in addition to its
-    bytes, `turn_s` is the time between the last gradient and the first value, and
-    `copy_s_per_byte` is the time to copy a value into its parameter.
+    bytes, `turn_s` is the time from a server's last gradient to its first updated value, and `copy_s_per_byte` is the
+    time to copy a value into its parameter.
     """
 
     bandwidth_bps: float
@@ -55,7 +55,7 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: float
 
     def cluster(self, workers: int, servers: int) -> Cluster:
-        """Return the cluster for planners: its pushes and pulls cost what the slowest links need if they never idle."""
+        """Return the cluster for planners: pushes and pulls take as long as the slowest links, if these never idle."""
         copies = max(1.0, workers / servers)
         cost = LinearCost(2 * copies * self.message_s, 2 * copies * 8 / self.bandwidth_bps)
         return Cluster(workers, {PARAMETER_SERVER: cost}, servers)
@@ -122,7 +122,7 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
 
 
 def _worker_part(workload: Workload, costs: ServerCosts, header: int) -> Workload:
-    """Return the part of the workload that workers run: no updates, but copies of received values.
+    """Return the part of the workload that workers run: they copy received values, but do not update parameters.
 
     The first op that reads a parameter also copies its value.
     """
@@ -188,7 +188,7 @@ class _RuntimeFabric(Servers):
         return graph.join(sent)[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send updated parameters to each worker in its order: each one is sent when the one before has arrived."""
+        """Send each worker the updated parameters in its order; one is sent when the previous one has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         servers = topology.server(fragments.server)[:, None]

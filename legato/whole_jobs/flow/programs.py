@@ -23,10 +23,10 @@ Groups = tuple[tuple[int, ...], ...]
 def program(job: Job) -> Program:
     """Return the program with the actions of each stage's workers in a step.
 
-    A pass runs its parts one after another; a backward pass begins with the last part. Each part computes while its
-    hidden exchanges run, and then runs its other exchanges. Hidden data-parallel exchanges of gradients start at the
-    beginning of the last micro-batch's backward pass. Exchanges of parameters must end by the end of the first
-    micro-batch's forward pass.
+    A pass runs its parts one after another; a backward pass begins with the last part. Each part computes during its
+    hidden exchanges (those that overlap with computation), and then runs its other exchanges. Hidden data-parallel
+    exchanges of gradients start at the beginning of the last micro-batch's backward pass. Exchanges of parameters must
+    end by the end of the first micro-batch's forward pass.
     """
     return _Program(job).written()
 
@@ -114,7 +114,7 @@ class _Program:
                 yield from (Start(number), Wait(number))
 
     def _numbers(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
-        """Add the exchanges that a lane starts now, and return their numbers."""
+        """Add the exchanges that a stage's worker starts now as communications, and return their numbers."""
         every = ((one, self._groups(worker, one.dimensions)) for one in exchanges)
         return [
             self._add(one.kind, one.operation, groups, one.nbytes, one.times)
@@ -123,14 +123,14 @@ class _Program:
         ]
 
     def _tied(self, nbytes: float) -> Iterator[Action]:
-        """Yield the actions in which the first and the last lane sum the gradients of a tied table."""
+        """Yield the actions in which the first and the last lane sum the gradients of their shared embedding table."""
         key = (-1, -1, "tied")
         if key not in self.sent:
             self.sent[key] = self._add("pipeline", "all_reduce", self._pairs(0, self.workers - 1), nbytes)
         yield from (Start(self.sent[key]), Wait(self.sent[key]))
 
     def _send(self, stage: int, target: schedules.Action) -> int:
-        """Return the number of the transfer from a stage to the pass that needs the data."""
+        """Return the number of the communication that brings the pass `target` its data from a stage."""
         key = (target.stage, target.microbatch, target.kind)
         if key not in self.sent:
             groups = self._pairs(stage % self.workers, target.stage % self.workers)
@@ -146,7 +146,7 @@ class _Program:
         return len(self.communications) - 1
 
     def _groups(self, worker: int, dimensions: tuple[str, ...]) -> Groups:
-        """Return the groups of a lane's workers; workers of one group differ only in these dimensions."""
+        """Return the groups of a lane's workers; the workers of a group differ only in these dimensions of the mesh."""
         key = (worker, dimensions)
         if key not in self.known:
             inside = {*dimensions} | ({"expert", "replica"} if "data" in dimensions else set())

@@ -34,7 +34,7 @@ class Edges(NamedTuple):
 
 
 def refined(first: dict[str, Ints], edges: list[Edges]) -> dict[str, Ints]:
-    """Return the class of each node, by kind, counted from 0; nodes of one class have the same `first` number."""
+    """Return the class of each node, by kind, from 0 on; nodes with different `first` numbers get different classes."""
     colours = {kind: _mixed(number.astype(np.uint64)) for kind, number in first.items()}
     count = 0
     while True:

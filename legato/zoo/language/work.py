@@ -11,7 +11,7 @@ __all__ = ["Beside", "Exchange", "Work"]
 
 
 class Exchange(NamedTuple):
-    """A communication among the workers that differ only in these dimensions of the mesh (as in `Mesh.placements`).
+    """A communication in groups of workers that differ only in `dimensions` of the mesh (as in `Mesh.placements`).
 
     `nbytes` counts as in `Communication`. The exchange runs `times` times in a row.
     """
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Successive exchanges during computing: they may run for `seconds`, from second `after_s` of the work on."""
+    """Successive exchanges during computing: they may begin after `after_s` seconds of it, and run for `seconds`."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of a pass: computing, the exchanges during it (`beside`), and exposed exchanges after it (`behind`)."""
+    """A piece of a pass: computing, exchanges during the computing (`beside`), and exchanges after it (`behind`)."""
 
     computing_s: float = 0.0
     beside: tuple[Beside, ...] = ()

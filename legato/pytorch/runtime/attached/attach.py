@@ -80,7 +80,7 @@ def attach(  # noqa: PLR0913
 
 
 def _check_options(ddp: Any, optimizer: Any, process_group: Any, options: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a wrong optimizer, an unknown option, or an option that comes too late for a DDP."""
+    """Raise `InputError` for a wrong optimizer, an unknown option, or an option for a model that is wrapped already."""
     ddps = inspect.signature(DistributedDataParallel).parameters if options else ()
     if unknown := [name for name in options if name not in ddps]:
         raise unknown_name("option", unknown[0], [*inspect.signature(attach).parameters, *ddps][3:])

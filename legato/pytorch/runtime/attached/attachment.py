@@ -390,7 +390,7 @@ class Attachment:
         """Decide whether DDP or legato runs the pass that begins, from facts that all ranks know; nothing is sent.
 
         Plans usually change at the end of a backward pass, which all ranks run; one rank alone may run a forward pass.
-        A change to or from a sharded plan happens before a forward pass, because gradients cannot move.
+        A change to or from a sharded plan happens before a forward pass, because gradients cannot be resharded.
         """
         if not self.reason and (reason := self._pass_reason()):
             self._leave_to_ddp(reason)
@@ -464,7 +464,7 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks communicate; during DDP's own pass, it has done so already."""
+        """Let DDP rebuild its buckets before the ranks communicate. While DDP runs a pass, it has done so already."""
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
@@ -511,7 +511,7 @@ class Attachment:
         self._rest()
 
     def _rest(self, *, at_once: bool = False) -> None:
-        """Once DDP's reducer has rebuilt its buckets, stop working until there is another plan."""
+        """Once DDP's reducer has rebuilt its buckets, let DDP work without legato until there is another plan."""
         if self._idle.rebuilds and not (at_once or is_joining(self.ddp)):
             return
         self._idle.forward_begins()
@@ -606,7 +606,7 @@ class Attachment:
         return reducer
 
     def _moving(self, slots: Callable[[], Sequence[Slot]] | None = None) -> AbstractContextManager[None]:
-        """Return a context in which buckets may be made: it moves the gradients that the program holds along."""
+        """Return a context in which to make buckets: the gradients that the program holds move to the new buckets."""
         return nullcontext() if self._kept is None else self._kept.moving(slots)
 
     @cached_property
@@ -619,7 +619,7 @@ class Attachment:
         return Watchdog(self._group, recorder, _status(weakref.ref(self)), f"{self._group.group_name}/{self._number}")
 
     def _ddp_is_asked(self, name: str) -> None:
-        """Prepare for the return of DDP's reducer, which was put away: something has asked for its attribute `name`."""
+        """Prepare for the return of DDP's reducer, because something has asked for the reducer's attribute `name`."""
         if self._shards is not None and name == JOIN_BEGINS:
             raise InputError("join() under a sharded plan: a rank without batches would still have to update its shard")
         if self.reducer is not None and not self.reducer.in_backward:
@@ -683,7 +683,7 @@ class Attachment:
 
     @not_compiled
     def _forward_failed(self, *_: Any) -> None:
-        """Clean up after any forward pass: a pass that is still open here has raised an exception."""
+        """Clean up after any forward pass; if the pass has not ended by now, it has raised an exception."""
         if self._ddps is not None:
             self._ddps.forward_failed()
         if self._nested:
@@ -759,7 +759,7 @@ def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the method, if its object still exists: autograd's nodes hold hooks for good."""
+    """Return a function that calls the method if its object still exists. Autograd's nodes never drop their hooks."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

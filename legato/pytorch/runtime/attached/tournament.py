@@ -31,10 +31,10 @@ SAME = 0.005
 
 
 class Measured(NamedTuple):
-    """The measurement of a plan: `seconds` per step, the number of timed `steps`, and the `scatter` of its turns.
+    """The measurement of a plan: `seconds` per step, the number of timed `steps`, and how far turns differ (`scatter`).
 
-    `seconds` is the median over the plan's turns. `scatter` is the median distance of turns from `seconds`, in seconds
-    per step.
+    `seconds` is the median over the plan's turns. `scatter` is the median difference between a turn and `seconds`, in
+    seconds per step.
     """
 
     seconds: float

@@ -68,9 +68,10 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
-    `ranges` has the first and last (exclusive) element of each shard, in row-major order of the dimensions, which
+    `ranges` has the elements `start` to `stop` (exclusive) of each shard, in row-major order of the dimensions, which
     `order` permutes (None: not permuted). `flats` has the shards' values, or None while there are none. If `flats` is
-    None, every element is saved as `begins`. If `begins` is None as well, None is saved in place of the tensor.
+    None, every element is saved with the value `begins`. If `begins` is None as well, None is saved in place of the
+    tensor.
     """
 
     ranges: list[tuple[int, int]]
@@ -192,8 +193,8 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load `state_dict` into the optimizer; `torch.distributed.checkpoint` calls this on all ranks.
 
-        Raises `RankError` on all ranks, and leaves the settings as they are, if the checkpoint is of another optimizer
-        or lacks some of the entries of a parameter.
+        If the checkpoint is of another optimizer or lacks some of the entries of a parameter, raises `RankError` on all
+        ranks, and leaves the settings as they are.
         """
         shards = self._shards()
         if shards is None:
@@ -285,7 +286,7 @@ def _first_entries(
 
 
 def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the entries that stand-ins of two elements have when their first step begins; none if they are unknown."""
+    """Return the entries of stand-ins of two elements when their first step begins; no entries if these are unknown."""
     blank, stand_ins = _blank(optimizer, shards)
     for group in optimizer.param_groups if begins_with_step(blank) else ():
         begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})
@@ -330,7 +331,7 @@ def _entries(
 def _elements(
     value: Tensor, held: list[Shard], flats: list[Tensor] | None, begins: Tensor | None = None
 ) -> LocalShards:
-    """Return an entry that has a value like `value` for each element of a parameter."""
+    """Return an entry with one value for each element of a parameter; it has the dtype and device of `value`."""
     slot, ranges = held[0].piece.slot, [(shard.piece.start, shard.piece.stop) for shard in held]
     return LocalShards(slot.parameter.shape, value.dtype, value.device, ranges, flats, begins, slot.order)
 
@@ -359,7 +360,7 @@ def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
-    """Return shard i's part of an entry (a copy if it is one number); `like` is a stand-in's entry."""
+    """Return shard i's part of an entry (a copy if the entry is a single number); `like` is a stand-in's entry."""
     if isinstance(value, LocalShards):
         assert value.flats is not None
         is_number = isinstance(like, Tensor) and not like.dim()

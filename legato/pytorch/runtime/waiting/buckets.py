@@ -95,7 +95,7 @@ class Slot:
         return self.gradient == ARRIVED or self.gradient == EARLY
 
     def begin_pass(self, lends: bool) -> None:
-        """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
+        """Prepare for a backward pass that sends; `lends` says whether gradients share the buckets' memory."""
         self.clear_spent()
         self.gradient, self.taken, self.zeroed = AWAITED, None, False
         self.to_pack = len(self.parts)
@@ -112,7 +112,7 @@ class Slot:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether a sharded optimizer has taken the gradient. Use this only where gates are disabled."""
+        """Return whether a sharded optimizer has taken the gradient. Call this only while its gate is disabled."""
         spent = self.spent
         return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
@@ -203,13 +203,13 @@ class Slot:
             tensor.copy_(flat)
 
     def release(self) -> None:
-        """Release the buckets. Slots and buckets refer to each other, which would keep their memory alive."""
+        """Release the buckets. Slots and buckets refer to each other; this would keep their memory alive."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
 
 
 def _is_overwritten(spent: Tensor) -> bool:
-    """Return whether the stand-in for a taken gradient has been replaced or changed."""
+    """Return whether the program has replaced or changed the NaN that stands in for a gradient that was taken."""
     return version_of(spent) != getattr(spent, "_legato_spent", -1)
 
 
@@ -260,7 +260,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """Return the first tensor and the number of further ones, for error messages and timelines."""
+        """Return the name of the first tensor and the number of further tensors, for error messages and timelines."""
         slices = self.message.slices
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
@@ -318,7 +318,7 @@ def make_buckets(
 
 
 def _connect(slots: Iterable[Slot], buckets: Iterable[Bucket], sharded: bool) -> None:
-    """Give each slot the list of its buckets, and each bucket the list of slots for which it is the last bucket."""
+    """Tell each slot its buckets, and tell each bucket the slots that have no later bucket."""
     for bucket in buckets:
         for slot in dict.fromkeys(piece.slot for piece in (bucket.scattered or bucket).slices):
             slot.buckets.append(bucket)
@@ -422,7 +422,7 @@ def _sharded(
 
 
 def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
-    """Return a buffer of zeros for each layout; `kinds` are the dtypes and devices."""
+    """Return a buffer of zeros for each buffer layout; `kinds` has each buffer's dtype and device."""
     buffers: dict[int, Tensor] = {}
     for chain in chains(layouts):
         dtype, device = kinds[chain[0]]
@@ -452,7 +452,7 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
 
 
 def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """Return a parameter's dimensions in the order of memory; None if that is their order, or if it is not dense.
+    """Return a parameter's dimensions in the order of memory; None if they are in order, or the parameter is not dense.
 
     A kernel that updates a whole parameter goes through its memory in order, so a kernel that updates a part must, too.
     """

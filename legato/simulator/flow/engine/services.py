@@ -5,16 +5,16 @@ which it waits have released it. A link serves ready services first come, first 
 service B in one of two ways:
 
 - *after*: `delay_s` after the end of A;
-- *cut through*: `delay_s` after the start of A. B then cannot end before `delay_s` after the end of A (the tail of a
-  message that is forwarded while it is received).
+- *cut through*: `delay_s` after the start of A. B then ends at least `delay_s` after the end of A, because the last
+  bytes of a message have to arrive before they are forwarded.
 
-*After* and *cut through* are enough for all fabrics. A transfer is a service on the sender's link and a service on the
-receiver's link, released cut through. In multicast, one service releases several services cut through. In in-network
-aggregation, several services release one, cut through or after. Computation is a service on no link. A barrier is a
-service that takes no time.
+*After* and *cut through* are enough for all fabrics. A transfer is a service on the sender's link, which releases a
+service on the receiver's link, cut through. In multicast, one service releases several services cut through. In
+in-network aggregation, several services release one, cut through or after. Computation is a service on no link. A
+barrier is a service that takes no time.
 
-A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the tail passes
-later. Until the tail passes, the faster link can serve other services.
+A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the last bytes
+pass later. Until these bytes pass, the faster link can serve other services.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SERVICE = np.dtype(
 
 
 class Services(NamedTuple):
-    """A graph ready to run, with `num_links` links.
+    """A graph of services in the form that the engine runs, with `num_links` links.
 
     Service i releases `successors[first_i : first_i + count_i]`. Each entry is id << 1, plus 1 if the service is
     released cut through.
@@ -80,9 +80,9 @@ NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.e
 
 
 class Trips(NamedTuple):
-    """Transfers from a worker to itself: the trips of each service i on a link.
+    """Transfers from a worker to itself: each service i on a link is a trip, which can stand for many transfers.
 
-    Service i has `laps[i]` laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
+    Trip i has `laps[i]` equal laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
     seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The
     numbers of sent and received transfers are equal, except in a multicast, which sends once and is received several
     times.

@@ -64,7 +64,7 @@ def label(fabric: str | Fabric) -> str:
 
 
 def made(found: Any, name: str) -> Fabric:
-    """Return the fabric that a user's class or function makes, or `found` if it is a fabric. Raises `InputError`."""
+    """Return `found` if it is a fabric; otherwise call it (a class or a function) to make one. Raises `InputError`."""
     if not isinstance(found, Fabric) or isinstance(found, type):
         with blame(name):
             found = found()
@@ -120,6 +120,6 @@ def _fields(usual: Fabric) -> list[str]:
 
 
 def _options(name: str | Fabric) -> set[str]:
-    """Return the options of a fabric, without options that turn it into another fabric of `FABRICS`."""
+    """Return the options of a fabric, except those that would make it a fabric of another name in `FABRICS`."""
     known = set(_fields(_named(name))) - {"multicast", "algorithm"}
     return known if "aggregation" in label(name) else known - {"aggregation"}

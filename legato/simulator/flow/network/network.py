@@ -45,13 +45,13 @@ class Network:
     `topology` says how switches connect the hosts. In "leaf-spine", neighbouring hosts share one of `racks` racks, and
     each rack has a leaf that is connected to `spines` spines. A single rack means a single switch. "fat-tree" consists
     of switches with `ports` ports (None: the smallest sufficient even number). In "rails", card i of every host is
-    connected to leaf i, and the leaves to `spines` spines. With 0 spines, transfers between rails go through a host's
-    inner switch to a GPU on the other rail (NCCL's PXN), and transfers of a server through the worker's host. Servers
-    are connected to leaves in turn. Together, the links from a leaf to its spines have the bandwidth of the leaf's
-    cards divided by `oversubscription`. In a fat tree, the links from a pod's spines to the cores together have the
-    bandwidth of the links from its leaves to its spines divided by `core_oversubscription`. `balance` spreads flows
-    over paths: a hash of the flow's ends and the `seed` chooses one path ("ecmp"), or the flow uses all paths at once
-    ("spray").
+    connected to leaf i, and the leaves to `spines` spines. With 0 spines, a transfer to another rail first goes through
+    a host's inner switch to a GPU on that rail (NCCL's PXN); between a server and a worker, this host is the worker's.
+    Server i is connected to leaf i, modulo the number of leaves. Together, the links from a leaf to its spines have the
+    bandwidth of the leaf's cards divided by `oversubscription`. In a fat tree, the links from a pod's spines to the
+    cores together have the bandwidth of the links from its leaves to its spines divided by `core_oversubscription`.
+    `balance` spreads flows over paths: a hash of the flow's ends and the `seed` chooses one path ("ecmp"), or the flow
+    uses all paths at once ("spray").
 
     With `cut_through`, switches forward a transfer while they receive it; otherwise they wait for the whole transfer.
     `reduce_s_per_byte` is the time to add a received byte to a sum.
@@ -138,7 +138,7 @@ class Network:
 
         If the costs were measured, bandwidth and latency are chosen so that the formulas in MG-WFBP's Table II give the
         measured cost of the default collective. A collective that the table lacks (`gloo`, `nccl`) counts as a ring.
-        Raises `InputError` if the measured cost leaves no time for the bandwidth.
+        Raises `InputError` if additions alone take the measured time per byte, so that no bandwidth fits.
         """
         bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
         if bandwidth_bps is None or latency_s is None:
@@ -167,8 +167,8 @@ class Network:
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
         """Return these machines as planners see them, with all links as slow as the slowest link.
 
-        The cluster has one collective: the fabric's collective, the most similar collective, or, with servers, pushes
-        and pulls.
+        The cluster has one collective: pushes and pulls if there are servers, and otherwise the collective of the
+        fabric (or the one that is most similar to the fabric).
         """
         own = PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
         slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
@@ -236,8 +236,8 @@ class Network:
     def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
         """Return the total seconds of full speed that disturbances take from links and workers up to `until_s`.
 
-        All links of a network card, of a leaf to its spines, or of a spine lose the same time, which counts once.
-        `shape` is the shape of the hosts as a fabric sees them (None: `host_shape`).
+        A disturbance can take the same time from several links: all links of a card, of a leaf to its spines, or of a
+        spine. This time counts only once. `shape` is the shape of the hosts as a fabric sees them (None: `host_shape`).
         """
         _, gpus_per_card = self.host_shape if shape is None else shape
         by: dict[tuple[str, int], list[Disturbance]] = {}

@@ -7,10 +7,10 @@ rack), they share the link. All jobs form one graph, which the engine runs like 
 So every job runs many iterations, and jobs with short periods run more. All jobs run at least until the job with the
 longest period would have finished its `iterations` iterations without the other jobs. Only times in the *window* count.
 The window ends when the first job ends its second to last iteration, because fast workers begin the next iteration
-before slow workers have finished. The window begins when a quarter of the time between the start of the last job and
-the end of the window has passed. Within the window, all jobs run all the time. The iteration time of a job is the mean
-over its iterations between the first and the last end in the window, and its time alone is the mean over the same
-iterations.
+before slow workers have finished. The window is the last three quarters of the time from the start of the last job to
+this end. Within the window, all jobs run all the time. The iteration time of a job is the mean over its iterations
+between two moments: the first and the last end of one of its iterations in the window. The time of the job alone is the
+mean over the same iterations.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SharedJob:
         return bool((by_host == by_host[:, :1] // gpus * gpus + np.arange(gpus)).all())
 
     def case(self, network: Network, number: int) -> Case:
-        """Return the case of one iteration of this job on its `machines`.
+        """Return one iteration of this job on its `machines`, as a `Case`.
 
         Raises `InputError` on hosts or a fabric that do not fit, and `PlanError` on a plan that does not fit the
         workload.
@@ -219,7 +219,7 @@ class SharedTimes:
 
 
 class _Alone(NamedTuple):
-    """The ends of a job's iterations alone, and the seconds per iteration in which the job's busiest link is busy."""
+    """A job alone: the ends of its iterations, and the seconds per iteration in which its busiest link is busy."""
 
     ends_s: Times
     busiest_s: float
@@ -232,8 +232,8 @@ class SharedNetwork:
     servers are numbered through all jobs.
 
     Raises `InputError` on jobs that do not fit the network, and `PlanError` on plans that do not fit their workloads or
-    can never finish. Before a simulation, raises `TooLargeError` if the simulation needs more than 20 million services
-    (a million if transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
+    can never finish. Raises `TooLargeError`, before a simulation, for more than 64 jobs, more than 20,000 iterations of
+    a job, or more than 20 million services (a million if transfers share links fairly).
     """
 
     def __init__(self, jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> None:
@@ -272,7 +272,7 @@ class SharedNetwork:
         return counts
 
     def _check_size(self, counts: Sequence[int]) -> None:
-        """Raise `TooLargeError` if even a low estimate of the services for these counts of iterations is too high."""
+        """Raise `TooLargeError` if these counts of iterations certainly need too many services."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
@@ -346,7 +346,7 @@ class SharedNetwork:
         )
 
     def _simulate_alone(self, i: int, count: int) -> _Alone:
-        """Simulate `count` iterations of a job alone on its hosts, from 0 on, without its pace and disturbances."""
+        """Simulate `count` iterations of a job alone on its hosts from time 0, without its pace or disturbances."""
         (unrolled,), _, services = self._build([i], [count], wait=False)
         self._run(services, [unrolled])
         wired = services.records["link"] >= 0
@@ -358,7 +358,8 @@ class SharedNetwork:
     ) -> tuple[list[Unrolled], list[Ids], Services]:
         """Return the graph of `counts` iterations of the chosen jobs.
 
-        With `wait`, iterations wait for services, which are also returned. Without `wait`, there are no disturbances.
+        With `wait`, iterations wait for services that delay their start; these services are returned, too. Without
+        `wait`, there are no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
@@ -378,7 +379,7 @@ class SharedNetwork:
         return unrolled, begins, graph.freeze(unrolled[0].topology.num_links)
 
     def _of_services(self, levels: Sequence[int]) -> NDArray[np.int64] | None:
-        """Return the priority of each service, or None if all are equal. Services of a job are neighbours."""
+        """Return the priority of each service, or None if all are equal. The services of a job have consecutive ids."""
         if len(set(levels)) == 1:
             return None
         starts = [int(begin[0]) for begin in self._begins]
@@ -407,7 +408,7 @@ def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
 
 
 def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
-    """Return the same as `_compute_s`, but with the effect of disturbances, after a run of the engine."""
+    """Return the seconds of `_compute_s` with the effect of disturbances, from the times that the engine found."""
     if not unrolled.disturbed:
         return _compute_s(unrolled, first, last)
     halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]
