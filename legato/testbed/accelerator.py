@@ -169,7 +169,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.partial = parameters is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Run the ops that become complete with these parameters: return when the time of the ops has passed."""
+        """Run the ops whose last missing parameters are given; return when the time of these ops has passed."""
         self.clock.meet()
         for group in self.param_groups:
             for parameter in group["params"]:

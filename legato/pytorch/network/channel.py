@@ -52,7 +52,7 @@ class Channel(Protocol):
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         """Launch a message on a flat buffer, in place, and return the work to wait for.
 
-        What this rank's additions round off is added to `residual` (float32), if the collective reports it.
+        The rounding errors of this rank's additions are added to `residual` (float32), if the collective reports them.
         """
 
     def give_up(self) -> None:

@@ -49,9 +49,9 @@ class Collectives:
 
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the number of chunks. After a
         reduce_scatter, each rank holds the sum of its own parts; an all_gather of the same collective, depth and wire
-        format completes the all-reduce. What this rank's additions round off is added to `residual`, in float32; the
-        sum of these residuals over all ranks is the error of the result. Returns when this rank is done. Raises
-        `RuntimeError` if a peer is gone, or does not respond within the process group's timeout.
+        format completes the all-reduce. The rounding errors of this rank's additions are added to `residual`, in
+        float32; the sum of these residuals over all ranks is the error of the result. Returns when this rank is done.
+        Raises `RuntimeError` if a peer is gone, or does not respond within the process group's timeout.
         """
         algorithm, ranks = COLLECTIVES[collective], self._gloo.size()
         parts, (reduce, distribute) = algorithm.rounds(ranks).parts, steps(algorithm, self._gloo.rank(), ranks)

@@ -3,7 +3,7 @@
 A worker and a server have one connection, which carries one message after another (`legato.pytorch.servers.protocol`).
 The connections of a link share its bandwidth evenly, as with TCP. A server waits for every worker's gradients of its
 own parameters, but not for other servers. Then the server updates its parameters in the order of the pulls, and sends
-each parameter as soon as it is updated. Without a planned order, each worker has a different random order.
+each parameter as soon as it is updated. Without a planned order, each worker pulls in a different random order.
 
 [Note: cost of a message] The fixed time of a message (`ServerCosts.message_s`)
 is simulated by additional bytes: every simulated tensor is larger by the number of bytes

@@ -542,8 +542,8 @@ class Attachment:
     def _watch_ddp(self) -> DdpPasses:
         """Watch DDP's passes.
 
-        All parameters are watched in the first and in the observed passes; otherwise, only the first and the last
-        parameter are.
+        All parameters are watched in the first and in the observed passes, and only the first and the last parameter in
+        other passes.
         """
         names = list(self._parameters)
         watched = names if self._first or self.observer is not None else names[:1] + names[-1:]

@@ -454,7 +454,7 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
 def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
     """Return a parameter's dimensions in the order of memory; None if they are in order, or the parameter is not dense.
 
-    A kernel that updates a whole parameter goes through its memory in order, so a kernel that updates a part must, too.
+    A kernel that updates a whole parameter goes through memory in order. A kernel that updates a part must do the same.
     """
     if parameter.is_contiguous():
         return None

@@ -190,10 +190,10 @@ class SharedTimes:
         return math.fsum(job.workers * (job.utilization or 0.0) for job in self.jobs) / workers
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return a timeline of each job from the same moment on, as long as one of the job's iterations.
+        """Return a timeline of each job, with the length of one iteration. All timelines begin at the same moment.
 
-        All timelines begin at an end of an iteration of the first job: the last one with enough time left in the
-        window. A job that starves has no timeline.
+        This moment is the last end of an iteration of the first job after which the window still has enough time. A job
+        that starves has no timeline.
         """
         longest_s = max(job.iteration_s or 0.0 for job in self.jobs)
         moments = [t for t in self.ends_s[0].tolist() if self.begin_s <= t <= self.end_s - longest_s]
@@ -228,8 +228,8 @@ class _Alone(NamedTuple):
 class SharedNetwork:
     """Jobs on a network as one graph, which can be run again with other shifts.
 
-    The times of disturbances count from the start of the simulation. Workers are numbered as in the network, and
-    servers are numbered through all jobs.
+    The times of disturbances count from the start of the simulation. Workers are numbered as in the network, and the
+    servers of all jobs are numbered consecutively.
 
     Raises `InputError` on jobs that do not fit the network, and `PlanError` on plans that do not fit their workloads or
     can never finish. Raises `TooLargeError`, before a simulation, for more than 64 jobs, more than 20,000 iterations of
