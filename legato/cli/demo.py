@@ -41,9 +41,9 @@ def demo(
 ) -> None:
     """Try everything on this machine: capture real models, calibrate, plan, and compare training with DDP and legato.
 
-    Each worker runs in its own network namespace, which needs no root and has a link of --bandwidth. With --bandwidth
-    loopback, all workers communicate over loopback. With --servers, the models train with this number of parameter
-    servers instead, once in every order of pulls.
+    Each worker runs in its own network namespace, whose link has the bandwidth --bandwidth. Creating these namespaces
+    needs no root. With --bandwidth loopback, all workers communicate over loopback. With --servers, the models train
+    with this number of parameter servers instead, once in every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
@@ -131,7 +131,7 @@ def _on_servers(
 
 
 def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with two speedups over DDP: of the predictions, and of the measurements."""
+    """Return the row with two speedups over DDP: one from the predicted times, and one from the measured times."""
     over = {"predicted_over_ddp": ddp["iteration_s"] / row["iteration_s"]}
     if row["measured_s"] is not None:
         over["speedup_over_ddp"] = ddp["measured_s"] / row["measured_s"]

@@ -110,14 +110,14 @@ ShardAll = Annotated[
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
     typer.Option(
-        help="Round float32 gradients to two bytes for sending: only as many gradients as the fastest iteration needs "
-        "(bf16, fp16), or all of them, as torch's compression hooks do (all-bf16, all-fp16)."
+        help="Round float32 gradients to two bytes for sending: either as few as the fastest iteration allows "
+        "(bf16, fp16), or all gradients, as torch's compression hooks do (all-bf16, all-fp16)."
     ),
 ]
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
     typer.Option(
-        help="Detail of the simulation: transfers (for whole jobs, flows) on every link, or formulas for the time of "
+        help="Detail of the simulation: transfers on every link (flows for whole jobs), or formulas for the time of "
         "each message or collective, as planners use them.",
         metavar="NAME",
         show_default="transfers; flows",
@@ -153,7 +153,7 @@ PlanTimeline = Annotated[
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """Return a field of a dataclass of options, with its default, its help, and more arguments for `typer.Option`."""
+    """Return the field for one option in a dataclass of options; `typer.Option` gets the help, the flags and `more`."""
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
 
 
@@ -165,7 +165,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, annotation: Any) -> Group | None:
-        """Return the group of a parameter whose type is a dataclass or is annotated with a group; None for others.
+        """Return the group of a parameter if its type is a dataclass or is annotated with a group, and otherwise None.
 
         A dataclass may have a `PANEL`: the title above its options in the help.
         """
@@ -187,7 +187,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The typed options of a verb that takes several nouns, by name."""
+    """The values, by name, of the options that the user typed for a command that takes several kinds of input."""
 
     typed: dict[str, Any]
 
@@ -196,9 +196,9 @@ class Options:
         return any(one.name in self.typed for one in dataclasses.fields(group))
 
     def run(self, face: Callable[..., None], *nouns: Any, wrong: str) -> None:
-        """Call the face of a noun with the typed options.
+        """Call `face`, the function of the command for one kind of input, with the options that the user typed.
 
-        Raises `InputError`, whose message ends in `wrong`, if the face does not have one of these options.
+        Raises `InputError`, with the text `wrong` at the end of its message, if `face` lacks one of these options.
         """
         _, groups = _read(face)
         takes = {one.name for group in groups.values() for one in group.options}
@@ -208,13 +208,13 @@ class Options:
 
 
 def taken_by(*faces: Callable[..., None]) -> Group:
-    """Return a group of the options of all these faces of nouns, whose value is an `Options`."""
+    """Return a group of all options of these functions, one per kind of input; the group's value is an `Options`."""
     every = (one for face in faces for group in _read(face)[1].values() for one in group.options)
     return Group(list({one.name: one for one in every}.values()), lambda **typed: Options(typed))
 
 
 def _read(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Group]]:
-    """Return the signature of a command or face, and a group of options for each of its parameters but the nouns."""
+    """Return a function's signature, and a group of options for each parameter except the positional-only inputs."""
     signature = inspect.signature(function, eval_str=True)
     groups = {}
     for name, one in signature.parameters.items():
@@ -237,7 +237,7 @@ def _made(groups: dict[str, Group], typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command in a form that typer understands: the options of its groups are its own parameters."""
+    """Return the command as typer needs it: each option of a group becomes a parameter of the command."""
     signature, groups = _read(command)
     parameters = [one for group in groups.values() for one in group.options]
 
@@ -256,7 +256,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
-    """Return a phrase for the number of messages in flight on these fabrics, or nothing if all have servers."""
+    """Return a phrase for the number of messages in flight on these fabrics, or none if every fabric has servers."""
     for fabric in fabrics:
         if not fabric.servers:
             number = fabric.in_flight
@@ -317,7 +317,7 @@ def whole(text: str) -> int:
 
 
 def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
-    """Raise `InputError` if a file in `writes` (by option) would overwrite an input file or another option's file."""
+    """Raise `InputError` if a file in `writes` would overwrite an input file or the file of another option."""
     taken = {path.resolve(): "an input file" for path in reads}
     for option, path in writes.items():
         if path is not None:
@@ -353,7 +353,7 @@ def check_file(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def make_timelines(folder: Path | None, jobs: int, reads: Iterable[Path]) -> None:
-    """Make the folder for the timelines of jobs before a long computation; raises like `keep_apart`, `make_folder`."""
+    """Make the folder for jobs' timelines before a long computation. Raises what `keep_apart`, `make_folder` raise."""
     if folder is not None:
         for path in timeline_paths(folder, jobs):
             keep_apart(reads, output=path)

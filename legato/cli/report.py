@@ -38,8 +38,8 @@ def report(
             "--output",
             "-o",
             metavar="R.html",
-            help="Write the page to this file, or its figures to a .svg or .pdf file (the files of further figures are "
-            "numbered).",
+            help="Write the page to this file, or its figures to .svg or .pdf files (files after the first get a "
+            "number).",
         ),
     ],
     inputs: Inputs = None,
@@ -63,7 +63,7 @@ def report(
 
 
 def _read(paths: Sequence[Path], output: Path) -> Given:
-    """Read the files, and those files in the folders that legato has written."""
+    """Read the given files, and from the given folders the files that legato has written."""
     from legato.pages import Given
 
     found: list[tuple[Path, AnyNoun]] = []
@@ -96,7 +96,7 @@ def trace(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers: senders in a .csv, or files NAME.0.et and so on, one per worker.",
+            help="Number of workers: the senders in a .csv, or the number of .et files (NAME.0.et and so on).",
             min=1,
             max=2**16,
         ),
@@ -111,7 +111,7 @@ def trace(
 
     The input files are the same as for [bold]legato report[/]; a workload adds arrows from gradients to their messages.
     An output file NAME.et is a Chakra trace of one plan's execution, for other simulators. An output file NAME.csv
-    lists the sends of a workload, without timelines, in the five columns of the Network Operator Edition.
+    lists a workload's sends in the five columns of the Network Operator Edition; it allows no timeline and no plan.
 
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """

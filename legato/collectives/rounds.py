@@ -1,12 +1,12 @@
-"""All-reduce algorithms as data. The rounds determine the cost, the work of each rank, and the traffic on links.
+"""All-reduce algorithms as lists of rounds, which determine the cost, the work of each rank, and the traffic on links.
 
 An algorithm divides a message into equal parts, and runs in two halves. In the first half, ranks add the parts that
 they receive to their own, until some rank has the complete sum of each part. In the second half, the complete parts are
 distributed.
 
-[Note: blocks] A transfer carries a block of neighbouring parts. In the first half, the receiver's number is also the
-number of a part in the block; in the second half, the sender's number is. If there are fewer parts than ranks, the
-numbers of ranks are taken modulo the number of parts.
+[Note: blocks] A transfer carries a block of neighbouring parts. In the first half, the block contains the part with the
+receiver's number; in the second half, it contains the part with the sender's number. If there are fewer parts than
+ranks, the numbers of ranks are taken modulo the number of parts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Algorithm", "Round", "Rounds", "Step", "Transfer", "back", "steps"]
 class Round(NamedTuple):
     """A round in which each of `senders` sends a block of parts ([Note: blocks]), all at the same time.
 
-    The receivers of rank r are the ranks r + `shifts`, modulo the number of ranks. With `flip`, the receiver's number
-    is r with these bits flipped. The round runs `laps` times, and each time the senders pass on the block that they
-    received the time before.
+    Rank r sends to the rank r + s, modulo the number of ranks, for each s in `shifts`. With `flip`, the bits of `flip`
+    are flipped in the receiver's number. The round runs `laps` times, and each time the senders pass on the block that
+    they received the time before.
     """
 
     senders: range
@@ -34,7 +34,7 @@ class Round(NamedTuple):
 
 
 def back(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """Return a second half: the first half reversed in time, so that receivers return blocks to one rank per round."""
+    """Return a second half that reverses the first half in time: receivers send blocks back, to one rank per round."""
     return tuple(
         one._replace(
             senders=range(one.senders.start + shift, one.senders.stop + shift, one.senders.step), shifts=(-shift,)
@@ -75,27 +75,28 @@ class Rounds(NamedTuple):
 class Algorithm(NamedTuple):
     """An all-reduce algorithm; `make` returns its rounds among two or more ranks.
 
-    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if the
-    number of transfers is the number of rounds. The number is smaller if no rank takes part in all rounds.
+    `latencies` returns the number of consecutive transfers that the smallest message needs. `latencies` is None if this
+    number is the number of rounds. If no rank takes part in all rounds, the message needs fewer consecutive transfers
+    than there are rounds.
     """
 
     make: Callable[[int], Rounds]
     latencies: Callable[[int], int] | None = None
 
     def rounds(self, ranks: int) -> Rounds:
-        """Return the rounds among any number of ranks."""
+        """Return the rounds of the algorithm among this number of ranks."""
         return _rounds(self.make, ranks)
 
     @property
     def halves(self) -> bool:
-        """Return whether a message can be sent in two halves: after the first, each rank has the sum of a part.
+        """Return whether a message can be sent in two halves: each rank has the sum of a part after the first half.
 
-        The cost of an algorithm with halves also depends on the depth (`legato.simulator.pipelining`).
+        Then its cost also depends on the depth, the number of chunks of a message (`legato.simulator.pipelining`).
         """
         return self.rounds(2).parts > 1
 
     def cost(self, ranks: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
-        """Return (alpha, beta) of an all-reduce: all rounds one after another (MG-WFBP, Table II).
+        """Return (alpha, beta) of an all-reduce whose rounds run one after another (MG-WFBP, Table II).
 
         `latency` is the latency of a transfer in seconds, and `send` is the part of the latency for which the sender is
         busy. `byte` is the time to send a byte, and `reduce` the time to add a byte up (seconds).
@@ -106,7 +107,7 @@ class Algorithm(NamedTuple):
         return hops * latency + (further + more) * send, sent / parts
 
     def half(self, ranks: int, latency: float, byte: float) -> tuple[float, float]:
-        """Return (alpha, beta) of the second half (an all-gather), or of a first half with free additions."""
+        """Return (alpha, beta) of the second half (an all-gather), or of a first half whose additions take no time."""
         parts, _, (rounds, _, sent) = _loads(self, ranks)
         return rounds * latency, byte * sent / parts
 
@@ -150,7 +151,7 @@ def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...]
 
 @functools.lru_cache(1024)
 def _loads(algorithm: Algorithm, ranks: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """Return the number of parts, and for each half (rounds, sends that wait for another send, parts sent)."""
+    """Return the number of parts, and three numbers per half: rounds, sends after another send, parts sent."""
     parts, *halves = algorithm.rounds(ranks)
     first, second = (
         (

@@ -39,11 +39,11 @@ _ROUNDING = 1e-9
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The time of a collective of n bytes, which is `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
-    The floor is the work that a backend does on the hosts while it sends. For small messages this work takes longer
-    than the network; for large messages it is hidden. If a collective has several algorithms, no line fits its times.
-    For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated between these points;
-    the line is below all points, and there is no floor. `off` is the largest relative error of the cost at a measured
-    size, or 0 if this error is small.
+    The floor is the time of the work that a backend does on the hosts while it sends. This work takes longer than
+    sending a small message; a large message takes longer and hides the work. If a collective has several algorithms, no
+    line fits its times. For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated
+    between these points. Alpha and beta are then a lower bound on all points, and there is no floor. `off` is the
+    largest relative error of the cost at a measured size, or 0 if `following` found at most 20%.
     """
 
     alpha_s: float
@@ -95,7 +95,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """Return the seconds of a message of `nbytes` bytes without the floor, as a number of type `number`."""
+        """Return the seconds of a message of `nbytes` bytes, computed in the type `number` and without the floor."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -112,7 +112,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def line(self) -> LinearCost:
-        """Return the cost without points, as a latency and a bandwidth: the line of `fit` through the points."""
+        """Return the cost unchanged if it has no points, and otherwise the cost that `fit` finds for its points."""
         if not self.points:
             return self
         found = LinearCost.fit(self.points)
@@ -130,8 +130,8 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         With these weights, large sizes determine beta, and small sizes determine alpha and the floor. Large sizes carry
         most bytes of a plan. With absolute errors the largest size would determine alpha as well; with relative errors
         the small messages, whose times scatter, would bend the line. Alpha and beta are at least 0. The cost gets a
-        floor if a floor halves the sum of squares. Raises `InputError` if there are fewer than two distinct sizes, or
-        if a time is not above 0.
+        floor if the floor makes the sum of squares less than half as large. Raises `InputError` if there are fewer than
+        two distinct sizes, or if a time is not above 0.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -153,7 +153,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def following(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Return the line of `fit` if it is within 10% of all samples, and otherwise a cost that interpolates.
+        """Return the result of `fit` if it is within 10% of all samples, and else a cost interpolated between samples.
 
         If a larger message took less time than a smaller one, both get the mean of their times. Raises `InputError`
         like `fit`.
@@ -175,7 +175,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return msgspec.structs.replace(cost, off=off if (off := cost._worst(points)) > _OFF else 0.0)
 
     def _worst(self, points: Iterable[tuple[float, float]]) -> float:
-        """Return the largest relative error at these points."""
+        """Return the largest relative error of the cost at these measured points."""
         return max(abs(self.cost(x) / y - 1) for x, y in points)
 
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
@@ -204,7 +204,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _last_rate(points: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds per byte beyond the last point."""
+    """Return the seconds per byte between the last two points, which also hold for larger messages."""
     (x, y), (later, longer) = points[-2:]
     return (longer - y) / (later - x)
 
@@ -218,13 +218,13 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
 
 
 def _halved(cost: LinearCost) -> LinearCost:
-    """Return the cost at which a message takes as long as a message of half its bytes takes now."""
+    """Return the cost of messages that are sent in half their bytes."""
     points = tuple((2 * x, y) for x, y in cost.points)
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
 
 def _flat(cost: LinearCost) -> LinearCost:
-    """Return the cost at which every message takes as long as the smallest message takes now."""
+    """Return a cost that is the same for all sizes: the cost of the smallest message."""
     return LinearCost(cost.startup_s, 0.0)
 
 
@@ -237,9 +237,10 @@ BACKENDS = ("any", "gloo", "nccl")
 
 
 def carries_out(backend: str, collective: str) -> bool:
-    """Return whether a backend of torch can run a collective: its own collective, or a ring.
+    """Return whether plans with this collective can run on a backend of torch.
 
-    A backend may run a ring with any algorithm. Over gloo, legato itself runs all other collectives of `COLLECTIVES`.
+    `ring` runs on all backends, which may use any algorithm for it. The collective named after a backend runs on this
+    backend, and all of `COLLECTIVES` run over gloo, because legato itself carries them out.
     """
     return collective in ("ring", backend) or (backend == "gloo" and collective in COLLECTIVES)
 
@@ -279,7 +280,7 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     If workers compute all the time while a message of n bytes is in flight, the message takes `delay.cost(n)` seconds
     longer, and computation loses `overhead.cost(n)` seconds of the processor. (LogP has such an overhead o per message,
-    and LogGPO per byte.) If workers compute during only a fraction of the message, only this fraction of delay and
+    and LogGPO per byte.) If workers compute during only a part of the message's time, the same part of delay and
     overhead counts. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its
     message.
     """
@@ -310,10 +311,11 @@ class Cluster(
     values from which the costs were derived. `bandwidth_bps` and `latency_s` are None if the costs were measured.
     `send_s` (seconds) is the part of the latency for which a send keeps its sender busy: messages that a worker sends
     together start `send_s` apart. If `send_s` is None, it was not measured, and `SEND_S` is assumed.
-    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` has the measured costs of
-    collectives that are pipelined in chunks, by name, then by depth (at least 2). `unpack_s_per_byte` is the time to
-    copy a byte of an averaged gradient from its message into the gradient that the optimizer reads. `contention` is
-    None if computation and messages do not slow each other down, for example because a network card sends the messages.
+    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` maps the names of collectives
+    that are pipelined in chunks, and then the number of chunks (at least 2), to measured costs. `unpack_s_per_byte` is
+    the time to copy a byte of an averaged gradient from its message into the gradient that the optimizer reads.
+    `contention` is None if computation and messages do not slow each other down, for example because a network card
+    sends the messages.
     """
 
     workers: Int64
@@ -365,8 +367,8 @@ class Cluster(
         `send_s` is the part of the latency for which a send keeps its sender busy; if it is None, `SEND_S` is assumed,
         or the latency if that is less.
 
-        The first of `collectives` is the default. If there are servers, `collectives` can include `PARAMETER_SERVER`:
-        pushes and pulls of many messages, distributed evenly over the servers. Raises `InputError` on an unknown
+        The first of `collectives` is the default. If there are servers, `collectives` can include `PARAMETER_SERVER`,
+        whose cost is for many messages that are spread evenly over the servers. Raises `InputError` on an unknown
         collective or a number out of range.
         """
         if not (isinstance(workers, int) and workers >= 1):
@@ -440,13 +442,13 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the part of a derived cost per byte that adds up gradients in the first half of an all-reduce."""
+        """Return the seconds per byte for adding up gradients in an all-reduce, as far as a derived cost has them."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
 
     def while_computing(self) -> Cluster:
-        """Return the cluster without contention, in which every message costs what it costs during computation."""
+        """Return the cluster without contention, on which every message always takes as long as during computation."""
         if self.contention is None:
             return self
         delay = self.contention.delay
@@ -503,7 +505,7 @@ class Cluster(
         )
 
     def at_floors(self) -> Cluster:
-        """Return the cluster with lower costs: every message takes only as long as the smallest message takes now."""
+        """Return the cluster on which every message, whatever its size, takes only as long as the smallest message."""
         beside = self.contention
         if beside is not None:
             beside = msgspec.structs.replace(beside, delay=_flat(beside.delay), overhead=_flat(beside.overhead))
@@ -516,10 +518,10 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return costs without floors. No message of any collective and depth takes less than the least cost.
+        """Return costs without floors; every message takes at least the least cost, in any collective and at any depth.
 
-        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. Each
-        derived collective that can be pipelined is therefore also listed at a cost without reduction.
+        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. The result
+        therefore has one more cost, without reduction, for each derived collective that can be pipelined.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:

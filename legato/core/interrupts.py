@@ -1,4 +1,4 @@
-"""Handlers that raise Ctrl-C only once, since a second Ctrl-C must not interrupt the cleanup after the first."""
+"""Signal handlers that let only the first Ctrl-C interrupt, because a second one must not interrupt the cleanup."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ __all__ = ["ignore", "raise_once"]
 def ignore(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    Unlike `SIG_IGN`, this handler also works for a signal that is already on its way to a handler, which CPython would
-    otherwise report on standard error.
+    `SIG_IGN` is not enough: if a signal is already on its way to a handler, CPython would report it on standard error.
     """
 
 

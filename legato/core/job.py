@@ -131,9 +131,9 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `order` names the dimensions, the outermost first: neighbours in the last dimension have neighbouring ranks.
     `expert` divides the dimension `data`: experts are distributed over `expert` neighbours in `data`, and
-    tensor-parallel workers divide each expert. With `expert_fold`, no expert is divided: experts are distributed over
-    all workers of `tensor` and `context` and over neighbours in `data`, together `expert` workers (MoE parallel
-    folding, arXiv 2504.14960, section 3).
+    tensor-parallel workers divide each expert. With `expert_fold`, no expert is divided. Experts are then distributed
+    over `expert` workers: all workers of `tensor` and `context`, and neighbours in `data` (MoE parallel folding, arXiv
+    2504.14960, section 3).
     """
 
     tensor: Int64 = 1
@@ -157,7 +157,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TooLargeError(f"mesh: {self.workers:,} workers (expected at most {_MOST_WORKERS:,})")
 
     def __str__(self) -> str:
-        """Return the sizes of the dimensions above 1 in words."""
+        """Return, in words, the dimensions with more than one worker, and their sizes."""
         sizes = [f"{name} {size}" for name in DIMENSIONS if (size := getattr(self, name)) > 1]
         sizes += [self.experts_in_words] if self.expert > 1 else []
         return ", ".join(sizes) or "one GPU"
@@ -178,7 +178,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def expert_parts(self) -> int:
-        """Return the number of parts of a layer's experts; `tensor` workers share each part."""
+        """Return into how many parts a layer's experts are divided; `tensor` workers share each part."""
         return self.expert // self.tensor if self.expert_fold else self.expert
 
     @property
@@ -187,16 +187,16 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ("tensor", "context", "expert") if self.expert_fold else ("expert",)
 
     def offset(self, stage: int, gpus_per_host: int) -> int:
-        """Return the place of a stage's first GPU within its host. Stages with equal offsets are placed alike."""
+        """Return the number of a stage's first GPU in its host. Equal offsets mean equal use of hosts."""
         inside: list[int] = [getattr(self, name) for name in self.order[self.order.index("pipeline") + 1 :]]
         return stage * math.prod(inside) % gpus_per_host
 
     def placements(self, names: Iterable[str], gpus_per_host: int, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Return the placements of groups in these dimensions: the host of each worker of a group, in order.
+        """Return the placements of groups of workers along these dimensions; a placement has each worker's host.
 
-        Equal placements are listed once, and hosts are counted from the host of the group's first worker. `names` can
-        be `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). If a `stage` is given, only the groups of
-        this stage count.
+        Equal placements are listed once, and hosts are counted from the host of the group's first worker. `names` may
+        contain names of `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). If a `stage` is given, only
+        the groups of this stage count.
         """
         names = set(names) | ({"expert", "replica"} if "data" in names else set())
         gpus_per_host = min(gpus_per_host, self.workers)
@@ -234,12 +234,12 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `gradient_nbytes`: the bytes of each element of a gradient that is added up. `sent_nbytes`: the bytes of each
       element that is sent, if different.
     - `hidden`: the collectives that run during computation. `tensor` means the collectives of the backward pass that
-      belong to matrices divided by columns; `tensor:forward` means all other tensor-parallel collectives, which run in
-      parts during the matrix products before or after them. `data` means gradients and gathers of parameters;
-      `data:gradients` means only gradients.
+      belong to matrices divided by columns; `tensor:forward` means all other tensor-parallel collectives, which run
+      piece by piece during the matrix product before or after the collective. `data` means gradients and gathers of
+      parameters; `data:gradients` means only gradients.
     - `gathers_inputs`: under sequence parallelism, the backward pass gathers the inputs of layers again.
-    - `stops_early`: full recomputation leaves out what no backward pass needs: a dense layer's last product, its
-      collective (torch's checkpointing that is not reentrant, from torch 2.1 on).
+    - `stops_early`: full recomputation leaves out a dense layer's last product and its collective, because no backward
+      pass needs their results (torch's checkpointing that is not reentrant, from torch 2.1 on).
     - `divides_sends`: each tensor-parallel worker sends 1/tensor of an activation to the next stage of the pipeline.
     - `vocabulary_multiple`: each worker's part of the vocabulary is padded to a multiple of this number.
     - `deduplicates`: a token that goes to several experts on one host crosses the network once.
@@ -276,7 +276,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reduced_nbytes(self) -> int:
-        """Return the bytes of each element of a gradient that is sent."""
+        """Return the number of bytes in which each element of a gradient is sent."""
         return self.sent_nbytes or self.gradient_nbytes
 
     def __post_init__(self) -> None:
@@ -287,13 +287,14 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
-    """A GPU, its links and its host: the figures of data sheets, and the shares of these figures that are reached.
+    """A GPU, its links and its host: figures from data sheets, and the shares of these figures that jobs reach.
 
     `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
-    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach, the one number to fit to
-    a measured step. The tiles of a product are computed in waves on `multiprocessors`; with 0, products are not divided
-    into waves. Each latency is for a whole collective within a job, with the skew of its workers: inside a host,
-    between two hosts, or for each additional host.
+    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach; only this number is
+    fitted to a measured step. A GPU computes the tiles of a product in waves, one tile per multiprocessor; if
+    `multiprocessors` is 0, waves are ignored. Each latency is the latency of a whole collective in a job, including the
+    wait for late workers: inside a host (`latency_s`), between two hosts (`network_latency_s`), or for each additional
+    host (`hop_s`).
     """
 
     name: str
@@ -332,7 +333,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     @property
     def links_in_words(self) -> str:
-        """Return the nominal rates of the links in words, with the shares of these rates that are reached."""
+        """Return the nominal rates of the links in words, with the shares of these rates that jobs reach."""
         card, link = (format_bandwidth(8 * rate) for rate in (self.card_bytes_per_s, self.link_bytes_per_s))
         return (
             f"hosts of {self.gpus_per_host} x {self.name}: {card} a GPU and {link} inside hosts (nominal rates, "
@@ -340,7 +341,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         )
 
     def ring(self, group: WorkerGroup) -> LinearCost:
-        """Return the cost of a ring of these workers: its latency, and the seconds per byte that a worker sends.
+        """Return the latency of a ring of these workers, and the seconds in which a worker sends a byte.
 
         The ring goes through each host once and uses the network cards of all its workers on that host (nccl-tests' bus
         bandwidth).
@@ -364,10 +365,11 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     `recompute` says what the backward pass computes again: attention's `core`; every second matrix product and all
     elementwise operations (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard` says
-    what is divided among data-parallel workers: the same as `Plan.shard`, or the parameters as well. With `replicas`,
+    what is divided among data-parallel workers: it has the values of `Plan.shard`, and `parameters`. With `replicas`,
     the data-parallel workers form this number of groups of neighbours, and each group shards the model within itself
-    (HSDP). Raises `InputError` if one number must divide another but does not, or if a part of the job is empty. Raises
-    `TooLargeError` beyond four million passes.
+    (HSDP). Raises `InputError` if the numbers do not fit each other (`tensor` must divide the heads, for example), or
+    if a chunk has nothing to compute. Raises `TooLargeError` if a step has over four million passes of micro-batches
+    through chunks.
     """
 
     name: str
@@ -475,13 +477,13 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Return whether chunks differ in layers, both if embeddings and output layer count as layers and if not."""
+        """Return whether chunks differ in layers, with and without embeddings and output layer as layers."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 
     @cached_property
     def divided(self) -> Mesh:
-        """Return the mesh; with replicas, its `expert` becomes the number of workers that share a copy of the model."""
+        """Return the mesh; if there are replicas, its `expert` is the number of workers that share a replica."""
         mesh = self.mesh
         return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
 
@@ -491,7 +493,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
     def group(self, *names: str, stage: int | None = None) -> WorkerGroup:
-        """Return the workers that share a collective in these dimensions of the mesh, in one stage or in any stage.
+        """Return the workers of a collective along these dimensions of the mesh, in `stage` or, if None, in all stages.
 
         If groups are placed differently on their hosts, the result describes the slowest group, since all others wait
         for it.

@@ -48,7 +48,7 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, scheduler: str, seconds: Sequence[float], **more: Any) -> MeasuredPlan:
-        """Return the median and the quartiles of iteration times `seconds`; `more` are the other fields."""
+        """Return a measured plan from its iteration times `seconds`; `more` has the fields that are not times."""
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else [middle] * 3
         return cls(scheduler, middle, (min(low, middle), max(high, middle)), len(seconds), **more)

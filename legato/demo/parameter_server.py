@@ -1,7 +1,7 @@
 """One rank of `legato demo --servers`, which torchrun starts.
 
-Workers and servers capture and calibrate together. The same model then trains with each order of pulls from the same
-initial weights, in alternating blocks. The trained weights are compared with those that DDP trains.
+Workers and servers together capture the model and calibrate the network. The same model then trains with each order of
+pulls from the same initial weights, in alternating blocks. The trained weights are compared with those that DDP trains.
 """
 
 from __future__ import annotations

@@ -117,9 +117,10 @@ class ShardingOptions(TypedDict, total=False):
 class Row(msgspec.Struct, frozen=True):
     """One way to train: its predicted time, and the bytes on each GPU.
 
-    `buffers` is the peak of gathered parameters, whole gradients and buffers, which depends on the wrapping. `states`
-    is the remaining memory: shards of parameters and of the optimizer's states. `bound_s` is a lower
-    bound on the time of any groups with the same memory, or None if there is no bound. `wrapping` is None for DDP.
+    `buffers` is the peak memory of gathered parameters, whole gradients and buffers, which depends on the wrapping
+    (FSDP2's groups). `states` is the remaining memory: shards of parameters and of the optimizer's states. `bound_s` is
+    a lower bound on the step's time with any other groups that need no more memory, or None if unknown. `wrapping` is
+    None for DDP.
     """
 
     name: str
@@ -141,7 +142,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All rows, the simplest first, and the index of the answer."""
+    """All rows, the simplest first, and the index of the recommended row (`answer`)."""
 
     rows: tuple[Row, ...]
     answer: int
@@ -182,7 +183,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
-        """Return the answer's timeline, with one group for each block as baseline. `where` is the network in words."""
+        """Return the answer's timeline, with the first row's timeline as baseline. `where` is the network in words."""
         chosen, block = self.steps[self.answer], self.steps[0]
         if chosen is None or block is None:
             raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")
@@ -193,7 +194,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def wrapping(self) -> Wrapping:
-        """Return the answer's wrapping or, if the answer is DDP, the wrapping of the fastest row that has one."""
+        """Return the wrapping of the answer or, if the answer is DDP, of the fastest row except DDP's."""
         wrapped = [row.wrapping for row in sorted(self.rows, key=lambda row: row.seconds) if row.wrapping is not None]
         return self.rows[self.answer].wrapping or wrapped[0]
 
@@ -231,7 +232,7 @@ def compare_traced(
 
 
 def program_of_wrapping(workload: Workload, cluster: Cluster, sharding: Sharding, wrapping: Wrapping) -> Program:
-    """Return the program of a step under a wrapping that `compare` found, for simulations on links."""
+    """Return the program of a step under a wrapping that `compare` found; simulators of links need a program."""
     table = _OfWorkload(workload, cluster, sharding)
     costs, units = table.shared(wrapping.replicas)
     known = {unit.path for unit in units}
@@ -311,7 +312,7 @@ class _Table:
         yield self._row("one group", self.chain.wrapping(Layout((0,), (KEEP,)), "one group"))
 
     def _planned(self) -> Iterator[Row]:
-        """Yield the fastest groups within each memory limit: regular groups, unless other groups are clearly faster."""
+        """Yield the fastest groups within each memory limit; regular groups are preferred if about as fast."""
         limits = self._limits()
         regular = [*_regular(self.chain)]
         seconds, nbytes = evaluate(self.chain, regular)
@@ -343,7 +344,7 @@ class _Table:
         return limits
 
     def _parts(self, limits: Sequence[float]) -> list[Layout | None]:
-        """Return the fastest groups of parts of blocks for each limit, or None for each if there are too many parts."""
+        """Return, for each limit, the fastest groups of parts of blocks, or None if there are too many parts."""
         if not len(self.units) < len(self.parts) <= _MOST_PARTS:
             return [None] * len(limits)
         self.finer = Chain(self.parts, self.costs, self.precision, self.chain.node)
@@ -405,7 +406,7 @@ class _OfWorkload(_Table):
         return [*super()._rows(), self._ddp(), *self._hybrid()]
 
     def _hybrid(self) -> Iterator[Row]:
-        """Yield the rows of HSDP: sharded over one host or a few hosts, and replicated."""
+        """Yield the rows of HSDP, in which each replica of the model is sharded over one host or a few hosts."""
         workers = self.cluster.workers
         gpus = self.sharding.gpus(workers)
         if not 2 <= gpus < workers:
@@ -429,7 +430,7 @@ class _OfWorkload(_Table):
         return (self.elements * self.precision.stored + trained * _STATE * _STATES) // ranks
 
     def _more_s(self) -> float:
-        """Return the seconds of the passes of all micro-batches but one."""
+        """Return the seconds that all micro-batches except the first add to a step."""
         return (self.sharding.micro_batches - 1) * (self.workload.compute_s - self.optimizer_s)
 
     def _ddp(self) -> Row:
@@ -461,7 +462,7 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
 
 
 def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
-    """Return the index of the first row within the memory that is nearly as fast as the fastest.
+    """Return the index of the first row that fits into the memory and is nearly as fast as the fastest such row.
 
     If the first row of the table fits, only a clearly faster row can replace it.
 
@@ -490,7 +491,7 @@ def _kept(wrapping: Wrapping) -> set[str]:
 
 
 def _regular(chain: Chain) -> Iterator[Layout]:
-    """Yield regular layouts, which one line can describe."""
+    """Yield regular layouts: groups of equal numbers of blocks, with the same settings except in the last groups."""
     for count in _EVERY:
         for state in (RESHARD,) if chain.node is None else (RESHARD, NODE):
             for kept in _LAST_KEPT:

@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedTransfer:
-    """A traced collective. From `start_s` on, the collective first waited `waited_s` for late ranks.
+    """A traced collective. The collective begins at `start_s`, and first waits `waited_s` for late ranks.
 
     `nbytes` are the bytes that this rank contributes, and `ranks` is the number of ranks that take part. `group` has
     the ranks of the process group, and `purpose` is the program's name for the group (empty if unknown). `peer` is the
@@ -126,7 +126,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """The seconds for which one kind of collective runs in a step, and the seconds of this time that are exposed.
+    """The time in which one kind of collective runs in a step, and the exposed part of this time (seconds).
 
     Collectives of one kind that run at the same time count once; collectives of different kinds count for each kind.
     FSDP issues all-gathers in both passes, so all-gathers of different phases (`phase`) are different kinds.
@@ -142,15 +142,16 @@ class KindTimes:
 class RankMeasure:
     """The measurements of one rank's step (seconds).
 
-    `computation_s` C is the time in which the device computes, and `communication_s` N the time in which the network
-    transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time for
-    which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
-    which only such waits happened. `idle_s` is the remaining time, in which the device waited for its host. The step
-    takes T = C + exposed N + exposed waiting + idle. `undelayed_s` is T without the time by which late ranks delayed
-    computation that was already launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac and
-    Caramel. `host_overlap` is the overlap that a plan can change: alpha without waits for late ranks, and with the
-    device's waits for its host counted as computation. `kinds` divides N and exposed N by kinds of collectives. The
-    kind `wait` is the time in which an operator still waits for a collective that has already ended in the trace.
+    `computation_s` (C below) is the time in which the device computes, and `communication_s` (N) the time in which the
+    network transfers; `exposed_comm_s` is the part of N during which nothing is computed. `waiting_s` is the total time
+    for which collectives waited for late ranks, or None if only one rank was traced. `exposed_waiting_s` is the time in
+    which collectives only waited, and nothing was computed or transferred. `idle_s` is the remaining time, in which the
+    device waited for its host. The step takes T = C + exposed N + exposed waiting + idle. `undelayed_s` is T minus the
+    delays of computation that was already launched but had to wait for late ranks. `overlap` (alpha), `rho` and
+    `utilization` are defined as in TicTac and Caramel. `host_overlap` is the overlap that a plan can change: like
+    alpha, but waits for late ranks are left out, and the device's waits for its host count as computation. `kinds`
+    divides N and exposed N by kinds of collectives. The kind `wait` is the time in which an operator waits for a
+    collective although the trace says that it has ended.
     """
 
     rank: int
@@ -175,9 +176,9 @@ class ShardedGroup:
     """A group of FSDP2 in a step: one call of `fully_shard`, with the bytes of all ranks. The root has no modules.
 
     `reshard` is the apparent value of `reshard_after_forward`: False if the group was not gathered in the backward
-    pass. `ahead` says by how many groups the gather precedes the group's own hook, in the forward and in the backward
-    pass. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each module,
-    in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
+    pass. `ahead` has, for the forward and for the backward pass, how many groups before the group's own hook its gather
+    is issued. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each
+    module, in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
     """
 
     modules: tuple[str, ...]
@@ -232,12 +233,12 @@ class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
     If the trace lacks something that a plan needs, `workload` is None, and `lacking` says why. The workload describes
-    `rank`; `others` are the workloads of the other steps that were read. `ranks` are the measurements of the step in
-    the workload and the timeline, and `steps` the measurements of all steps that were read. `transfers` are the
-    collectives of all steps that were read, on `rank`. `workers` is the number of the job's workers, and `plan` has the
-    messages that the step sent; both are None if the trace does not tell. If `on_device` is False, the host itself
-    computes. `fsdp` says whether FSDP shards the job, and `sharded` has the groups of FSDP2. `whole` is the program of
-    all ranks.
+    `rank`; `others` are the workloads of the other steps that were read. `ranks` has each rank's measurements of the
+    step that the workload and the timeline show, and `steps` has the measurements of all steps that were read.
+    `transfers` are the collectives of all steps that were read, on `rank`. `workers` is the number of the job's
+    workers, and `plan` has the messages that the step sent; both are None if the trace does not tell. If `on_device` is
+    False, the ops run on the CPU. `fsdp` says whether FSDP shards the job, and `sharded` has the groups of FSDP2.
+    `whole` is the program of all ranks.
     """
 
     workload: Workload | None
@@ -264,6 +265,6 @@ class Imported:
 
     @property
     def gradients_group(self) -> tuple[int, ...]:
-        """Return the ranks among which all gradients are reduced, or () if several groups or none are known."""
+        """Return the only group of ranks that reduces gradients; () if no group is known, or more than one."""
         groups = {transfer.group for transfer in self.transfers if transfer.carries_gradients}
         return next(iter(groups)) if len(groups) == 1 else ()

@@ -6,10 +6,11 @@ with TensorFlow's round robin and random order. Horovod has its defaults of that
 time (a cycle of 5 ms, fusion up to 64 MiB). In all systems, the latency is assumed to be 100 us per hop, and the sends
 of a worker do not wait for each other.
 
-At the full 10 Gbps, all of Horovod's communication would be hidden. So one constant per system is fitted, and none per
-model. `HOROVOD_BPS` is the bandwidth that Horovod's MPI achieves, fitted to Horovod's 68% utilization on Inception-v3
-with 8 workers (section 6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS` is the bandwidth that TensorFlow's
-transfers achieve, fitted to the 82% of the first stage. All other values follow from these constants.
+At the full 10 Gbps, all of Horovod's communication would be hidden, unlike in the paper. So one constant is fitted for
+each of two systems, and none for a model. `HOROVOD_BPS` is the bandwidth that Horovod's MPI achieves, fitted to
+Horovod's 68% utilization on Inception-v3 with 8 workers (section 6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS`
+is the bandwidth that TensorFlow's transfers achieve, fitted to the utilization of 82% at the first stage. All other
+values follow from these constants.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
 
 
 def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
-    """Return the utilization without these parts of Caramel; adding up takes the time that is assumed for Fig. 13."""
+    """Return the utilization without these parts of Caramel; adding up gradients takes as long as in Fig. 13."""
     job, off = _job(model), dict.fromkeys(parts, False)
     cluster = Cluster.derive(
         workers, bandwidth_bps, _LATENCY_S, send_s=0.0, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE
@@ -218,7 +219,7 @@ def _depth_s(nbytes: float, depth: int) -> float:
 
 
 def _depths() -> Part:
-    """Compute transfer times by size, for several depths (Fig. 13)."""
+    """Compute transfer times by size, for several depths, the numbers of chunks (Fig. 13)."""
     sizes = [10.0 ** (e / 2) for e in range(6, 17)]
     depths = (1, 2, 4, 8)
     adaptive = [min(_depth_s(size, d) for d in range(1, MAX_DEPTH + 1)) for size in sizes]

@@ -22,7 +22,7 @@ _STYLE = "body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;pa
 def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Figure]) -> None:
     """Write the figures as one HTML file that needs no network, or each figure as an SVG or PDF file.
 
-    Raises `FileError`, and `InputError` if plotly (the extra `legato[report]`) is not installed.
+    Raises `FileError` if a file cannot be written, and `InputError` if plotly (the extra `legato[report]`) is missing.
     """
     try:
         import plotly.offline  # slow to import, and only figures need it

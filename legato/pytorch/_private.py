@@ -135,7 +135,7 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
 
 @not_compiled(recursive=False)
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
-    """Return whether dynamo compiles the module whose forward hook has this frame.
+    """Return whether dynamo compiles the module whose forward hook is running; `frame` is the hook's frame.
 
     The answer is `module` if `torch.compile` was given the module, `caller` if compiled code calls it, and empty
     otherwise.
@@ -159,8 +159,8 @@ def runs_compiled() -> bool:
 def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Let dynamo call `compile_graph(backend, graph, inputs)` for each graph, except in DDP's forward passes.
 
-    If `compile_graph` returns None, the backend compiles the graph. dynamo calls `compile_graph` in place of
-    `DDPOptimizer`, which it would call for a DDP.
+    If `compile_graph` returns None, the backend compiles the graph. `compile_graph` takes the place of `DDPOptimizer`,
+    which dynamo calls for graphs of a DDP.
     """
     if "torch._dynamo" in sys.modules:
         _take_place_of_ddp_optimizer()
@@ -183,7 +183,7 @@ class _Active(NamedTuple):
 def compiles_two_ways(
     ddp: nn.Module, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]
 ) -> Callable[[], None]:
-    """From now on, compile the graphs of the DDP's forward passes in two ways; `ours()` chooses each time a graph runs.
+    """From now on, compile each graph of the DDP's forward passes in two ways; `ours()` chooses one whenever it runs.
 
     If `ours()` returns True, the result of `compile_graph(backend, graph, inputs)` runs, otherwise the result of
     `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
@@ -241,11 +241,11 @@ def _take_place_of_ddp_optimizer() -> None:
 
 
 class _TwoWays:
-    """A graph that is compiled as DDP compiles it (`compile_graph`), and in the second way of each DDP that runs it.
+    """A graph compiled in DDP's own way (`compile_graph`), and in the second way of each DDP that runs the graph.
 
-    dynamo shares a graph between modules of one class. The graph is compiled at once in the way that the first pass
-    needs, as a part of dynamo's compilation. In its other ways, the graph is compiled when a pass first needs them, or
-    at once if later would be impossible.
+    dynamo shares a graph between modules of one class. While dynamo compiles, the graph is compiled in the way that the
+    first pass needs. In each other way, it is compiled when a pass first needs this way, or at once if it cannot be
+    compiled later.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
@@ -281,7 +281,7 @@ class _TwoWays:
         return self._in_way(way)(*args)
 
     def _in_way(self, way: _SecondWay | None) -> Any:
-        """Return the graph compiled in this second way, or, if `way` is None, as DDP compiles it."""
+        """Return the graph as compiled in the second way `way` or, if None, in DDP's own way."""
         if way is not None:
             if way not in self._in_second_ways:
                 self._in_second_ways[way] = self._second(way)
@@ -307,8 +307,8 @@ class _TwoWays:
 class _Again:
     """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
 
-    The graph can be compiled `later` if its compilation adds no guards. Sizes that vary, and memory that inputs share,
-    need guards.
+    The graph can be compiled `later` if its compilation adds no guards (dynamo's checks before compiled code may run).
+    Sizes that vary, and memory that inputs share, need guards.
     """
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
@@ -329,7 +329,7 @@ class _Again:
         self._context.fake_mode = mode
 
     def compile(self, compile_graph: Callable[[Any, Any], Any]) -> Any:
-        """Compile the graph as if dynamo did so now, with a context and a graph that nothing else uses."""
+        """Compile a copy of the graph in a copy of the context, as dynamo would compile it now."""
         from torch._dynamo.callback import CallbackTrigger, callback_handler
         from torch._dynamo.convert_frame import compile_lock
 
@@ -389,7 +389,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether the user's hooks run around the module's `forward`: its own, or hooks of all modules."""
+    """Return whether user's hooks run around the module's `forward`: this module's hooks, or hooks on all modules."""
     of_all = nn.modules.module
     return bool(
         module._forward_hooks or module._forward_pre_hooks or of_all._global_forward_hooks
@@ -518,7 +518,7 @@ def without_dispatch_modes() -> Any:
 
 
 def scripted_as(function: Any, like: Any) -> None:
-    """Let `torch.jit.script` compile calls of `function` like calls of `like`; `function` must never be deleted."""
+    """Let `torch.jit.script` compile calls of `function` as calls of `like`. `function` must never be deleted."""
     table: Any = torch.jit._builtins
     operator = table._find_builtin(like)
     if operator is not None:
@@ -653,7 +653,7 @@ def memory_uses(tensor: Tensor) -> int:
 
 
 def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
-    """Return (owners, users, shared, owned), which show whether anything else holds a tensor or its memory.
+    """Return (owners, users, shared, owned), from which the caller can see who else holds a tensor or its memory.
 
     `owners` counts the owners of the C++ object: the Python object, autograd, scripted modules, and views of the
     tensor. `users` counts the users of its memory, `shared` says whether other processes may use the memory, and
@@ -709,7 +709,7 @@ def observe_step(optimizer: Optimizer) -> None:
 
 
 def begins_with_step(optimizer: Any) -> bool:
-    """Return whether the optimizer makes a parameter's state, with a step counter, in the parameter's first step.
+    """Return whether the optimizer creates a parameter's state in the parameter's first step, with a step counter.
 
     torch's optimizers do so, except Adagrad.
     """
@@ -748,14 +748,14 @@ def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]
 
 
 class SubstituteScaler(torch.amp.GradScaler):
-    """A `GradScaler` that may unscale other parameters than the optimizer's."""
+    """A `GradScaler` that unscales the gradients of `substitutes(optimizer)` instead of the optimizer's own."""
 
     def substitutes(self, optimizer: Optimizer) -> Any:
         """Return the object whose `param_groups` have the gradients to unscale."""
         return optimizer
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-        """Handle `found_inf`: its numbers are nonzero if a gradient is infinite or NaN, and may be changed here."""
+        """Handle, and maybe change, the numbers in `found_inf`, which are nonzero if a gradient is infinite or NaN."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         found = super()._unscale_grads_(self.substitutes(optimizer), inv_scale, found_inf, allow_fp16)
@@ -769,7 +769,7 @@ def counts_steps(step: Any) -> bool:
 
 
 def count_steps(step: Any) -> None:
-    """Mark a `step` that calls `note_step` as one that counts its calls for learning-rate schedulers."""
+    """Mark `step`, which calls `note_step`, so that learning-rate schedulers do not wrap it to count its calls."""
     vars(step)["_wrapped_by_lr_sched"] = True
 
 
@@ -803,7 +803,7 @@ def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
 def own_feature(ddp: Any) -> str:
     """Return a feature that this DDP uses and that only DDP's own passes support; empty if there is none.
 
-    (A communication hook that is built into torch shows only in DDP's reducer: `has_builtin_hook`.)
+    (This function misses communication hooks that are built into torch; `has_builtin_hook` finds them.)
     """
     distributed: Any = dist
     features = {
@@ -843,12 +843,12 @@ def ignored_parameters(module: nn.Module) -> Any:
 
 
 class IdleReducer:
-    """Frees a DDP's reducer, with its buckets and hooks, while DDP does not run the passes, and recreates it later.
+    """Frees the reducer of a DDP, with its buckets and hooks, while legato runs the passes, and recreates it later.
 
-    While the reducer is away, a stand-in takes its place. The stand-in brings the reducer back as soon as anything
-    except a forward pass reads an attribute of the reducer or of the DDP's logger, and calls `asked(name)` first. If a
-    framework prepares the reducer for a backward pass, the stand-in calls `prepare()` instead. The reducer's buckets
-    are made inside the context `moving()`.
+    While the reducer is away, a stand-in takes its place. If anything except a forward pass reads an attribute of the
+    reducer or of the DDP's logger, the stand-in calls `asked(name)`, and then brings the reducer back. If a framework
+    prepares the reducer for a backward pass, the stand-in only calls `prepare()`. The reducer's buckets are made inside
+    the context `moving()`.
     """
 
     def __init__(
@@ -874,7 +874,7 @@ class IdleReducer:
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
-        """Copy from `former` whether the reducer, which `former` has brought back, may still rebuild its buckets."""
+        """Take over from `former`, which has brought the reducer back, whether it may still rebuild its buckets."""
         if former._ddp is self._ddp:
             self._unsettled = former._unsettled
 
@@ -902,7 +902,7 @@ class IdleReducer:
         self._unsettled = 2 if ddp.static_graph else 1
 
     def forward_begins(self) -> None:
-        """Make a new reducer's graph static, if DDP's is; call this before a forward pass in which DDP prepares it.
+        """Make a new reducer's graph static if DDP's graph is static. Call this before DDP prepares the reducer.
 
         If the graph became static earlier, backward passes under `no_sync()` would count as parts of the first pass.
         """
@@ -913,8 +913,8 @@ class IdleReducer:
     def rebuild(self) -> None:
         """Let a reducer that came back rebuild its buckets; call this on all ranks after each of DDP's backward passes.
 
-        The buckets are rebuilt after the first pass (the second, if the graph is static). DDP itself would rebuild the
-        buckets in its next forward pass, which one rank may run alone.
+        The buckets are rebuilt after the first pass or, if the graph is static, after the second. DDP itself would
+        rebuild the buckets in its next forward pass, which one rank may run alone.
         """
         if self.rebuilds:
             self._unsettled -= 1
@@ -923,8 +923,8 @@ class IdleReducer:
     def rebuild_now(self) -> None:
         """Let DDP rebuild its buckets if its next forward pass would do so.
 
-        Call this on all ranks before they do anything together, because one rank may be ahead: in its next forward
-        pass, where it waits for the other ranks to rebuild.
+        Call this on all ranks before they do anything together. Otherwise a rank that is already in its next forward
+        pass would wait there for the other ranks to rebuild.
         """
         if not self.is_away:
             with self._moving():
@@ -958,7 +958,7 @@ class _Away:
 
 
 class SilentForward:
-    """Keeps forward passes of a DDP from preparing its reducer, so that DDP sends nothing in their backward passes.
+    """Stops a DDP's forward passes from preparing the reducer, so that DDP sends nothing in the backward passes.
 
     Call `begin()` before a pass and `end()` after it. The module itself, and everything that it calls, see DDP's
     unchanged settings. `module_begins()` is called before the module, and `module_ends(completed)` after it.
@@ -989,7 +989,7 @@ class SilentForward:
         vars(self._ddp)["_run_ddp_forward"] = self._run
 
     def end(self) -> bool:
-        """Return whether the backward pass is to send, as DDP would decide."""
+        """Return whether DDP's settings say that the backward pass is to send gradients."""
         del vars(self._ddp)["_run_ddp_forward"]
         self._ddp.require_backward_grad_sync = self._sends
         if self._completed:
@@ -1037,7 +1037,7 @@ def default_store() -> Any:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """Return the time after which one of the group's collectives on tensors of this device fails."""
+    """Return the timeout of the group's collectives on tensors of this device."""
     return cast(timedelta, group._get_backend(device).options._timeout)
 
 

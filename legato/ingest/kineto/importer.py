@@ -44,14 +44,14 @@ class Graph(Protocol):
     """An execution trace, which complements the profiler trace of the same steps."""
 
     def describe(self, trace: Trace) -> None:
-        """Add the shapes that the profiler did not record. Raises `FileError` if the trace is of another process."""
+        """Add to `trace` the shapes that the profiler did not record. Raises `FileError` on another process's trace."""
 
     def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
         """Return the ops of a trimmed step with their data dependencies."""
 
 
 class _Step(NamedTuple):
-    """A step on all ranks: the traced steps, the trimmed steps, and the measurements, each by rank."""
+    """A step on all ranks; each field maps the rank to its traced step, its trimmed step or its measurements."""
 
     whole: dict[int, TracedStep]
     trimmed: dict[int, TracedStep]
@@ -108,7 +108,7 @@ def _on_all_ranks(
     ranks: Iterable[int],
     wanted: list[HostInterval],
 ) -> list[dict[int, TracedStep]]:
-    """Return the wanted steps that all ranks have. Only the steps of the first rank keep their events."""
+    """Return the wanted steps that all ranks have. To save memory, only the first rank's steps keep events."""
     steps_of: dict[int, dict[str, TracedStep]] = {}
     for r in sorted(ranks, key=lambda r: (r != first, r)):
         found = read(r, wanted)
@@ -126,7 +126,7 @@ def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Not
 def _imported(
     title: str, every: list[_Step], chosen: int, workers: int | None, graph: Graph | None, notes: Notes, keep_idle: bool
 ) -> Imported:
-    """Return all that is known about the chosen rank's step of median length, and about its other steps."""
+    """Return the import: the chosen rank's step of median length, and what its other steps add."""
     lengths_s = [step.whole[chosen].length_s for step in every]
     number = lengths_s.index(statistics.median_low(lengths_s))
     whole, steps, measures = every[number]
@@ -161,7 +161,7 @@ def _imported(
 
 
 def _alike(workload: Workload, others: Sequence[TracedStep], keep_idle: bool) -> tuple[Workload, ...]:
-    """Return the workloads of the other steps that have the same number of ops as this one."""
+    """Return those workloads of the other steps that have as many ops as `workload`."""
     ignored = Notes()
     found = (_workload(workload.name, s, gradients(s, ignored), ignored, keep_idle)[0] for s in others)
     return tuple(other for other in found if other is not None and len(other.ops) == len(workload.ops))
@@ -279,7 +279,7 @@ def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
-    """Return a progress callback for each reading of a file; each file is read twice."""
+    """Return a progress callback for each time that a file is read; every file is read twice."""
     sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
     if progress is None:
         return [None for _ in sizes]
@@ -313,7 +313,7 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
 
 
 def _check_one_rank(trace: Marks) -> None:
-    """Raise `FileError` if a trace has no work with times, or the work of several ranks."""
+    """Raise `FileError` if a trace has no work, too much work without times, or the work of several ranks."""
     if not trace.has_work:
         seen = count(trace.events, "event")
         seen += f", {trace.timeless.total()} of them without times" if trace.timeless else ""
@@ -326,21 +326,21 @@ def _check_one_rank(trace: Marks) -> None:
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
-    """Return the rank that determines the steps; all other ranks must have the same steps."""
+    """Return the rank that decides which steps are read: `rank` or the lowest. Other ranks may lack some steps."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
 
 
 def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
-    """Return the rank whose median step takes longest without waits for late ranks, the lowest on a tie."""
+    """Return the rank whose median step, without waits for late ranks, is longest (the lowest of equal ranks)."""
     return max(
         sorted(measures[0]), key=lambda r: round(statistics.median(step[r].undelayed_s for step in measures), _DIGITS)
     )
 
 
 def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
-    """Return the step `step`, or if that is None, all steps, or the middle steps of a trace with too many events."""
+    """Return the step named or numbered `step`; without `step`, all steps, or the middle ones of a long trace."""
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
@@ -384,7 +384,7 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, list[TracedTransfer]]:
     """Return each rank's transfers with their waits.
 
-    The wait of a transfer is its time beyond the time on the rank where the transfer is shortest.
+    The wait of a transfer is its time on this rank minus its time on the rank where it takes the shortest time.
     """
     transfers = transfers_of(steps)
     waited = {r: list(own) for r, own in transfers.items()}
@@ -456,7 +456,7 @@ def _of_kind(
 
 
 def _beyond(whole_s: float, part_s: float) -> float:
-    """Return the rest of a time, or 0 if the rest is a rounding error."""
+    """Return the difference of two times, or 0 if the difference is below 0 or a rounding error."""
     return whole_s - part_s if whole_s - part_s > _ROUNDING_S else 0.0
 
 
@@ -467,7 +467,7 @@ def _computing(step: TracedStep) -> list[TracedOp]:
 
 
 def _within(step: TracedStep, intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the intervals, within the step."""
+    """Return the union of the intervals, cut off at the step's begin and end."""
     clipped = ((max(a, step.begin_s), min(b, step.end_s)) for a, b in intervals)
     return merge_intervals((a, b) for a, b in clipped if a < b)
 

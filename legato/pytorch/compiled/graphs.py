@@ -41,8 +41,8 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
     """Return the nodes between placeholders and output, in an order in which each node follows its inputs.
 
     Nodes that `order` names come in this order, if the graph allows it. Any other node comes right before the first
-    named node that needs it or, if no named node does, right after its inputs. Without an order, the graph's own order
-    is kept. The parts of a result always come right after the result.
+    named node that needs the node or, if none needs it, right after the node's inputs. Without an order, the graph's
+    own order is kept. The parts of a result always come right after the result.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -58,7 +58,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
 
 def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return the nodes in the given order; other nodes that a node needs, except placeholders, come right before it."""
+    """Return `nodes` in their order, and right before each node all nodes that it needs, except placeholders."""
     done: dict[fx.Node, None] = {}
     for first in nodes:
         stack = [first]
@@ -88,7 +88,7 @@ def cut(
     starts: Iterable[int],
     compile_piece: Callable[[fx.GraphModule, tuple[fx.Node, ...], tuple[fx.Node, ...]], Boxed],
 ) -> list[Piece]:
-    """Cut the nodes, in the order of `sort`, before the indices `starts`, and return the pieces.
+    """Cut `nodes`, which are in the order of `sort`, before each index in `starts`, and return the pieces.
 
     A cut that would separate a result from its parts moves to after the parts, so that pieces pass each other tensors,
     never tuples of tensors. `compile_piece(piece, inputs, results)` compiles a piece; `inputs` and `results`
@@ -112,19 +112,19 @@ def cut(
 
 
 def _needed(nodes: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Return the other nodes that these nodes need."""
+    """Return the nodes outside `nodes` whose values `nodes` need."""
     return dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in nodes)
 
 
 def _parts(nodes: Sequence[fx.Node], starts: Iterable[int]) -> list[Sequence[fx.Node]]:
-    """Return the nodes from each start to the next; each result stays together with its parts."""
+    """Divide the nodes into parts that begin at `starts`; each result stays together with its parts."""
     ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
     bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
     return [nodes[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _last_users(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
-    """Return the last part that needs each node: -1 if none does, the number of parts if the graph returns the node."""
+    """Return, for each node, the last part that needs it; -1 if none, and the number of parts if it is an output."""
     number = {node: i for i, part in enumerate(parts) for node in part}
     found = {n: max((number[u] for u in n.users if u in number), default=-1) for n in graph.nodes}
     return found | {value: len(parts) for value in outputs(graph) if isinstance(value, fx.Node)}
@@ -149,7 +149,7 @@ def run(
     before: Callable[[int], None],
     after: Callable[[Piece, dict[fx.Node, Any]], None],
 ) -> None:
-    """Run the pieces on the placeholders' `values`; call `before(i)` and `after(piece, values)` for each."""
+    """Run the pieces on the placeholders' `values`; call `before(i)` and `after(piece, values)` around piece i."""
     for i, piece in enumerate(pieces):
         before(i)
         results = piece.run([values.pop(n) if n in piece.last else values[n] for n in piece.inputs])

@@ -1,8 +1,8 @@
 """The watchdog: when a message fails, it finds out which ranks are missing and what the other ranks are doing.
 
 docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the process group's
-store, writes reports to it, and answers there. Only this thread accesses the store: if the store hangs too (rank 0
-hosts it, unless torchrun does), the rank still ends in time.
+store, and writes reports and answers to it. Only this thread accesses the store. So if the store hangs with rank 0,
+which hosts it (unless torchrun does), the other ranks still end in time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Watchdog:
         return self._raised is not None or bool(self._seen)
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective. Unlike `work.wait()`, this ends at Ctrl-C and when another rank fails.
+        """Wait for a collective. Unlike `work.wait()`, the wait ends at Ctrl-C and when another rank fails.
 
         Raises `RuntimeError` if the collective failed, or another rank reported a failure.
 
@@ -99,7 +99,7 @@ class Watchdog:
         return True
 
     def meet(self, what: str) -> None:
-        """Record that this rank begins `what`, where it waits for all ranks; a rank that skips this call fails.
+        """Record that this rank begins `what`, in which it waits for all ranks; all ranks must make this call.
 
         [Note: meetings] The watchdog's thread publishes how many such calls and how many backward passes this rank has
         made. Another rank that has made fewer calls but more passes has skipped the call.
@@ -139,7 +139,7 @@ class Watchdog:
     # ---- on the thread ---------------------------------------------------------------
 
     def _look_once(self) -> bool:
-        """Poll the store, and answer or report; return False when nothing is left to do."""
+        """Poll the store; answer another rank, or report a failure. Return False when nothing is left to do."""
         if self._failure:
             self._report()
             return False
@@ -319,9 +319,9 @@ class FlightRecorder:
     """Keeps the last events of one rank: beginnings and ends of backward passes, launches and arrivals of messages.
 
     The file consists of JSON lines: first the failure, then one event per line, oldest first, `{"time", "event",
-    "pass", "message", "label"}`. `time` is in seconds since the epoch; `pass` counts the backward passes that send,
-    from 1. The file is written to `directory`, or to `$LEGATO_FLIGHT_DIR`, or else to the system's directory for
-    temporary files.
+    "pass", "message", "label"}`. `time` is in seconds since the epoch; `pass` counts the backward passes that send
+    messages, from 1. The file is written to `directory`, or to `$LEGATO_FLIGHT_DIR`, or else to the system's directory
+    for temporary files.
     """
 
     def __init__(self, rank: int, directory: str | os.PathLike[str] | None = None) -> None:
