@@ -290,11 +290,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """A GPU, its links and its host: figures from data sheets, and the shares of these figures that jobs reach.
 
     `link_bytes_per_s` is the rate (in one direction) between the GPUs of a host, and `card_bytes_per_s` the rate from
-    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach; only this number is
-    fitted to a measured step. A GPU computes the tiles of a product in waves, one tile per multiprocessor; if
-    `multiprocessors` is 0, waves are ignored. Each latency is the latency of a whole collective in a job, including the
-    wait for late workers: inside a host (`latency_s`), between two hosts (`network_latency_s`), or for each additional
-    host (`hop_s`).
+    each GPU to other hosts. `efficiency` is the share of the peak that matrix products reach, and should be fitted to
+    measured steps. A GPU computes the tiles of a product in waves, one tile per multiprocessor; if `multiprocessors` is
+    0, waves are ignored. Each latency is the latency of a whole collective in a job, including the wait for late
+    workers: inside a host (`latency_s`), between two hosts (`network_latency_s`), or for each additional host
+    (`hop_s`).
     """
 
     name: str

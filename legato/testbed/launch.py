@@ -33,7 +33,7 @@ _Event = str | tuple[int, int]
 def run_workers(
     module: Sequence[str], workers: int, log: Path, advance: Advance, bandwidth_bps: float | None = None
 ) -> None:
-    """Run `python -m module...` on every worker until all have ended; their output goes to `log`.
+    """Run `python -m module...` on every worker, write the output to `log`, and wait until all workers have ended.
 
     Without a bandwidth, the workers communicate over loopback. With a bandwidth (bits per second),
     each worker runs in a host whose link has this bandwidth. Rank 0 reports progress on
@@ -131,7 +131,7 @@ def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tup
 
 
 def _report(k: int, process: subprocess.Popen[str], events: SimpleQueue[_Event]) -> None:
-    """Put the lines that a process prints (if its output is a pipe) into `events`, and then its exit status."""
+    """Put each line that a process prints to a pipe into `events`; at its end, put (k, its exit status)."""
     with process:
         for line in process.stdout or ():
             events.put(line)

@@ -111,7 +111,7 @@ class Delivery(threading.Thread):
             self._store.set(key, piece)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield an empty piece, the pieces of the trace, and an empty piece; without a trace, yield only the reason."""
+        """Yield the pieces of the trace, between two empty pieces; without a trace, yield only the reason."""
         try:
             packed = self._packed()
         except Exception as error:

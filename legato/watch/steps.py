@@ -225,7 +225,7 @@ class _Recording:
     saved_s: float | None
 
     def start(self, limit_s: float, late: Callable[[_Recording, float], None]) -> None:
-        """Start; if the last step does not come in `limit_s` seconds, call `late(self, limit_s)` in the main thread."""
+        """Start; if the last step has not come after `limit_s` seconds, the main thread calls `late(self, limit_s)`."""
         # Only the thread that started the profiler can stop it, and this call also reaches a main thread inside C code.
         self._late = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: late(self, limit_s) or 0)
         self._timer = threading.Timer(limit_s, lambda: ctypes.pythonapi.Py_AddPendingCall(self._late, None))
@@ -242,7 +242,7 @@ class _Recording:
             self.saved_s = time.perf_counter() - begin_s
 
     def end(self) -> None:
-        """Stop the profiler. Unless all steps have been recorded, nothing is saved."""
+        """Stop the profiler. If not all steps were recorded, no trace is saved."""
         self._wanted = False
         self._timer.cancel()
         with _set_for_kineto():

@@ -22,10 +22,10 @@ def around(
     *,
     overlapped: bool,
 ) -> Iterator[program.Action]:
-    """Yield the `work` of a pass, after the wait for its input and before the transfer to the micro-batch's next pass.
+    """Yield the wait for a pass's input, then its `work`, then the transfer to the micro-batch's next pass.
 
-    `last` is the last stage, and `number` returns the number of the transfer from a stage to a pass. If transfers are
-    `overlapped`, the worker continues at once; otherwise it waits for each transfer that it sends.
+    `last` is the last stage. `number(stage, pass)` returns the number of the transfer from a stage to a pass. If
+    transfers are `overlapped`, the worker continues at once; otherwise it waits for each transfer that it sends.
     """
     stage, microbatch, kind = action
     step = STEPS[kind]
@@ -42,7 +42,7 @@ def around(
 def coarse(
     plan: Schedule, passes_s: Sequence[Mapping[str, float]], *, overlapped: bool
 ) -> tuple[list[list[program.Action]], list[tuple[int, str]]]:
-    """Return lanes with one computation for each pass, and each transfer's sending stage and kind of pass.
+    """Return lanes with one computation for each pass, and for each transfer (sending stage, kind of pass).
 
     A stage's transfers in one direction go out one after another. `passes_s` has the seconds of `forward`, `backward`
     and `weights` of each stage.

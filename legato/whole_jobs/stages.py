@@ -24,7 +24,7 @@ _NOTHING = Passes()
 
 
 def passes(job: Job) -> list[list[tuple[Passes, int]]]:
-    """Return the parts of each stage in order, for one micro-batch; each part has its number of repetitions.
+    """Return, for each stage, its passes over one micro-batch as parts in order, with the number of equal parts.
 
     Backward passes include the gradients of weights, unless the schedule delays these (`zero-bubble`).
     """
@@ -50,7 +50,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
 
 
 def _received(job: Job, stage: int) -> Passes:
-    """Return a stage's gathers of activations that were sent in parts (arXiv 2104.04473, section 4.1)."""
+    """Return a stage's gathers of received activations, of which each worker got a part (arXiv 2104.04473, 4.1)."""
     if not job.framework.divides_sends or job.sequence_parallel:
         return _NOTHING
     gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
@@ -60,24 +60,25 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def is_away(job: Job, stage: int) -> bool:
-    """Return whether in any pipeline the next stage (the first follows the last) is on another host."""
+    """Return whether, in any pipeline, the stage and the next one (after the last, the first) are on two hosts."""
     one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
     placements = job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
     return any(hosts[one] != hosts[other] for hosts in placements)
 
 
 def sent_nbytes(job: Job, stage: int) -> float:
-    """Return the bytes that a worker sends to the next stage or gets back: an activation, or a part of it."""
+    """Return the bytes of an activation or a part of it, which a worker sends to the next stage or gets back."""
     divided = job.framework.divides_sends and not job.sequence_parallel and is_away(job, stage)
     return 2 * layer.width(job) / (job.mesh.tensor if divided else 1)
 
 
 def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
-    """Return the passes of a part of the model, with the exchanges of its sharded gradients or parameters.
+    """Return the passes of a part of the model, with the collectives for its sharded gradients or parameters.
 
     Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters are gathered for each pass
-    (arXiv 1910.02054, section 7: three times the parameters). The stages of a pipeline do both once per step (`tail`).
-    The exchanges of a part run during its own passes, and are exposed where they take longer than these passes.
+    (arXiv 1910.02054, section 7: three times the parameters). With a pipeline, gradients are reduced and parameters
+    gathered only once per step (`tail`). The collectives of a part run during its own passes, and are exposed where
+    they take longer than these passes.
     """
     joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
     if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
@@ -93,9 +94,9 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 
 
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
-    """Return a collective over data-parallel workers, with `nbytes` per parameter (for experts, over their replicas).
+    """Return the collectives of `nbytes` bytes per parameter among the workers that hold the same parameters.
 
-    If parameters have replicas, the replicas also sum the parts of the gradients that they own.
+    If the job has replicas, gradients are also summed between replicas, each worker's part by itself.
     """
     if job.replicas > 1:
         inside = Exchange("data", operation, ("expert", "context"), nbytes * own.shared)
@@ -108,7 +109,7 @@ def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> t
 
 
 class Tail(NamedTuple):
-    """A worker's work after its last pass, once per step; passes may hide the exchanges of both kinds.
+    """A worker's work once per step, after its last pass; passes may hide its collectives.
 
     `tied_nbytes` is the size of a tied table's gradients, which are summed between the first and the last stage (arXiv
     1909.08053, section 4).

@@ -1,9 +1,9 @@
 """How sure a prediction is, judged by the errors of predictions for measured steps of the same kind.
 
 `LIKE` summarizes published steps by kind. The measured steps are not in the package; `python benchmarks/whole_jobs.py
---open FILE` computes the summary. The spread of a source covers four of five of its steps, and the spread of a kind is
-the largest spread of its sources. If a kind has fewer than three sources, its spread is at least the largest spread of
-any source of steps with sharded parameters or, if the kind's parameters are unsharded, of steps with unsharded ones.
+--open FILE` computes the summary. The spread of a source (a publication with measured steps) covers the errors of four
+of five of its steps, and the spread of a kind is the largest spread of its sources. A kind with fewer than three
+sources gets at least the largest spread of all sources with parameters like this kind's, sharded or unsharded.
 docs/whole_jobs.md says how often such intervals hold for steps of a new source.
 """
 
@@ -46,10 +46,11 @@ class Kind(NamedTuple):
 
 
 class Like(NamedTuple):
-    """The numbers of measured steps of one kind and of their sources, and two spreads.
+    """For one kind: the numbers of measured steps and of their sources, and the spreads of two sorts of predictions.
 
-    A spread of x means that four of five steps took 1 / (1 + x) to 1 + x times the predicted time. The prediction uses
-    an efficiency fitted to another step of the same source (`fitted`), or the preset's efficiency (`preset`).
+    A spread of x means that four of five steps took 1 / (1 + x) to 1 + x times the predicted time. For `fitted`, the
+    predictions use an efficiency fitted to another step of the same source; for `preset`, they use the preset's
+    efficiency.
     """
 
     steps: int
@@ -69,7 +70,7 @@ LIKE: dict[Kind, Like] = {
 
 
 class Interval(NamedTuple):
-    """The seconds between which a step lies in four of five cases, and the measured steps it is based on."""
+    """The seconds between which four of five steps lie, and the measured steps from which the interval follows."""
 
     low_s: float
     high_s: float
@@ -83,7 +84,7 @@ def kind_of(job: Job, layer_s: float) -> Kind:
 
 
 def is_default(machine: Machine) -> bool:
-    """Return whether the efficiency comes from a preset, perhaps fitted to steps of another framework."""
+    """Return whether the efficiency is a preset's; it may have been fitted to steps of another framework."""
     return machine.name in MACHINES and machine.efficiency == MACHINES[machine.name].efficiency
 
 

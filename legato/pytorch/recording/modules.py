@@ -20,9 +20,10 @@ __all__ = ["ModuleObserver"]
 class ModuleObserver:
     """Watches one step through hooks and a dispatch mode, and then describes the modules (`modules`).
 
-    The operators of the backward pass show which parameters this pass reads. Two more kinds of parameters count as
-    read: parameters of modules that activation checkpointing calls again, and parameters that the forward pass copies
-    in another precision. (The backward pass reads these copies; without autocast it would read the parameters.)
+    The operators of the backward pass show which parameters this pass reads. Two more kinds of parameters count as read
+    in the backward pass: parameters of modules that activation checkpointing calls again, and parameters that autocast
+    copies in another precision in the forward pass. (The backward pass reads these copies; without autocast it would
+    read the parameters.)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +78,7 @@ class ModuleObserver:
         return tuple(self._module(path, own[path], holders, listed) for path in self._calls)
 
     def _holder(self, path: str) -> str:
-        """Return the module whose call makes `fully_shard` gather this module's parameters: itself, if it is called."""
+        """Return the path of the module whose call makes `fully_shard` gather this module's parameters."""
         while path and path not in self._calls:
             path = path.rpartition(".")[0]
         return path
@@ -124,5 +125,5 @@ class _Reads(DispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory in arguments or results."""
+    """Yield the dense tensors, which have a storage, in nested arguments or results."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)

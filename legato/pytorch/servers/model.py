@@ -230,7 +230,7 @@ def release(optimizer: Optimizer) -> None:
 
 
 def _with_state(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of the optimizer as it would be in a single process, with its state."""
+    """Return a copy of the optimizer, with the state and the class that it would have in a single process."""
     served = cast(_ServedOptimizer, optimizer)
     whole = object.__new__(served._legato_base)
     vars(whole).update({k: v for k, v in vars(optimizer).items() if not k.startswith("_legato")})

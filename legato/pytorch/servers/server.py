@@ -6,9 +6,9 @@ all workers have arrived, in the order of the workers, so the result is reproduc
 worker has called `step()`, and uses the settings of that step.
 
 [Note: enforced order] The server enforces the order of transfers where TicTac does (section 5.1): at the sender, just
-before the network. Each transfer of an iteration has a number. For each receiver, a counter counts the transfers that
-were launched, and a transfer waits until the counter reaches its number. No transfer waits until another one has
-*arrived*, so transfers follow each other without a gap.
+before a transfer enters the network. Each transfer of an iteration has a number. For each receiver, a counter counts
+the transfers that were launched, and a transfer waits until the counter reaches its number. No transfer waits until
+another one has *arrived*, so transfers follow each other without a gap.
 """
 
 from __future__ import annotations

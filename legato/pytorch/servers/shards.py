@@ -64,7 +64,7 @@ def shards_of(plan: Plan, parameters: Mapping[str, nn.Parameter], servers: int) 
     """Return the shards in push order, and their indices in pull order.
 
     Each slice is a transfer, even if the plan has several slices in one message. Raises `PlanError` if the plan is for
-    another model or other servers, splits an element, or has messages other than pushes and pulls.
+    another model or other servers, if a slice ends inside an element, or if a message is neither a push nor a pull.
     """
     unplanned = set(parameters) - {piece.tensor for m in plan.messages for piece in m.slices}
     if unplanned:

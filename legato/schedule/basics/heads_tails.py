@@ -11,8 +11,8 @@ A tensor's *release time* is the earliest moment at which its gradient can be re
     any order           depends, directly or not        directly or not
     unlimited           longest path to the gradient    longest path from the arrival
 
-On one stream, a release time or a tail is the total time of a set of ops. If the workload has up to `_MOST_BITS` ops, a
-set is a row of bits. For more ops, `reach.py` finds the times without the sets.
+On one stream, a release time or a tail is the total time of a set of ops. If the workload has up to `_MOST_BITS` ops,
+each set is an integer with one bit for each op. For more ops, `reach.py` finds the total times without these sets.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class HeadsTails(NamedTuple):
 
 
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
-    """Return release times and tails for this number of streams (`compute`) and this order.
+    """Return release times and tails for workers with `compute` streams that run their ops in this order.
 
-    The lists are computed once and cached with the workload, so do not change them. Raises `InputError` if the setting
-    or the order is unknown, and `TooLargeError` if there are too many ops.
+    The lists are computed once and cached with the workload, so do not change them. Raises `InputError` if `compute` or
+    `order` is unknown, and `TooLargeError` if there are too many ops.
     """
     check_compute(compute)
     check_size(workload)
@@ -92,8 +92,8 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 def _without_sets(period: Period, order: Order) -> HeadsTails:
     """Return what `heads_tails` returns for one stream, for any number of ops.
 
-    The times differ by rounding from those found with sets, and are too small where `reached_s` returns times that are
-    too small.
+    The times equal the times of the sets up to rounding. If `reached_s` returns a time that is too small, the release
+    time or tail is too small, too.
     """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")
@@ -138,7 +138,7 @@ def _successors(period: Period) -> list[list[int]]:
 
 
 def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
-    """Return, for each op, the set (as bits) of this op and all ops that it reaches; `order` lists neighbours first."""
+    """Return, for each op, the set (as bits) of the op, its neighbours, theirs and so on, which `order` puts first."""
     closure = [0] * len(neighbours)
     for i in order:
         closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])
@@ -153,7 +153,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 class _Weights:
-    """The total durations of sets of ops. A set is given as bits, and tables of 256 sums add up eight ops at a time."""
+    """The total durations of sets of ops. A set is given as bits; for each eight ops, a table has all 256 sums."""
 
     def __init__(self, duration_s: list[float]) -> None:
         self.tables: list[list[float]] = []

@@ -1,23 +1,23 @@
 """Plans for parameter servers: pushes, then pulls in a random order or in the best order.
 
-All schedulers for parameter servers share `push_and_pull`, which pushes in ready order, then pulls in the scheduler's
-order, each slice from its server. `legato.core.placement` chooses the server of each slice, for tensors in the order of
-their creation. A workload does not record that order. Instead, legato uses the order in which the forward pass first
+All schedulers for parameter servers share `push_and_pull`, which pushes slices of tensors in ready order, and then
+pulls them in the scheduler's order. `legato.core.placement` chooses the server of each slice, for tensors in the order
+of their creation. A workload does not record that order. Instead, legato uses the order in which the forward pass first
 reads the tensors, which is the same for models that are built layer by layer.
 
 `random` is TensorFlow's behaviour, and the baseline of TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019, section
 2.2). All transfers of an iteration are requested when the graph starts, and arrive in any order; in 1,000 iterations of
 ResNet-50, no order occurred twice. Deviation: a plan has a single order for all workers and iterations. With
-`plan=None`, the runtime draws a new order for each worker and iteration.
+`plan="random"`, the runtime draws a new order for each worker and iteration.
 
 `pull-optimal` is the best order of pulls for a worker that runs its ops in the captured order. Once all pushes have
 arrived, the network carries one pull after another without a gap. If a pull ends at e, the iteration ends at e + tail
 or later. The tail is the computation from the first reader of the pulled parameter on. An iteration ends at the largest
-e + tail of all pulls, so the problem is 1 || L_max. The exact optimum is to pull the parameter with the longest tail
-first (Jackson, 1955), which is the order in which the forward pass first reads the parameters. Eager PyTorch runs its
-ops in the captured order, so no order of pulls after pushes is better there. `tic` and `tac` see only the graph, not
-the order of ops, and are meant for executors that run whatever is ready (TensorFlow). Source: ours, as a yardstick for
-TicTac.
+e + tail of all pulls, so the problem is to minimize the largest lateness on one machine (1 || L_max). The exact optimum
+is to pull the parameter with the longest tail first (Jackson, 1955), which is the order in which the forward pass first
+reads the parameters. Eager PyTorch runs its ops in the captured order, so for eager PyTorch no order of pulls after the
+pushes is better. `tic` and `tac` see only the graph, not the order of ops, and are meant for executors that run
+whatever is ready (TensorFlow). Source: legato's own scheduler, with which TicTac's can be compared.
 
 Units: seconds and bytes.
 """
@@ -45,7 +45,7 @@ def reading_order(workload: Workload) -> list[int]:
 
 
 def pull_seconds(workload: Workload, cluster: Cluster, collective: str | None) -> list[float]:
-    """Return, for each tensor, how many seconds its pull takes as a single message with the network to itself.
+    """Return, for each tensor, the seconds of its pull as a single message while nothing else is on the network.
 
     A pull costs half as much as the collective (`legato.simulator.collective`).
     """

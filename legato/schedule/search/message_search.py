@@ -1,15 +1,15 @@
-"""The search for the messages of an order of computation, starting from the messages that the bound asks for.
+"""The search for the best messages if computation has a given order; it starts from messages that the bound suggests.
 
-A state has the sizes of the messages, and decides their contents: one of several sets of tails, how many messages take
-the bytes that are ready first, and which tensors are sent as soon as they are ready. Many starting states are valued.
-The best states are changed at random (`anneal.py`), the best results are changed further, and so on (successive
-halving, Jamieson and Talwalkar, AISTATS 2016).
+A state has the sizes of the messages, and three choices that decide their contents: one of several sets of tails, the
+number of messages that take the bytes that are ready first, and the tensors that are sent as soon as they are ready.
+Many starting states are valued. The best states are changed at random (`anneal.py`); then fewer and fewer of the best
+results are changed further (successive halving, Jamieson and Talwalkar, AISTATS 2016).
 
-If there are optimizer ops, the value of a state is the time of an iteration with its updates arranged. Tails cannot
-give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact an optimizer op
-runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide which updates fit
-into the wait for the last message. A small tensor that is needed late may be sent while the network waits for a large
-tensor, and the update of the small tensor then need not wait for the end.
+If there are optimizer ops, the value of a state is the time of an iteration in which these ops have their best places.
+Tails cannot give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact an
+optimizer op runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide
+which updates fit into the wait for the last message. For example, a small tensor that is needed late may be sent while
+the network waits for a large tensor to become ready. The small tensor's update then need not wait for the last message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _HEAT = 0.002
 def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least_s: float, budget: Budget) -> None:
     """Plan all-reduces for this order of ops (empty for the captured one), until the fastest plan is good enough.
 
-    `bound_s` is a lower bound for plans of all-reduces in this order, and `least_s` in any order.
+    `bound_s` is a lower bound on the iteration time of plans of all-reduces in this order of ops, and `least_s` is a
+    lower bound for all orders of ops.
     """
     problem = fastest.problem
     enough_s = max(least_s * (1 + problem.gap), bound_s * (1 + problem.gap * _NEARER))
@@ -66,7 +67,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
     starts: list[list[int]] = []  # sizes of messages
 
     def begin(tails: Sequence[float], op_order: tuple[int, ...] | None = None) -> None:
-        """Try the messages of nested sets for these tails, also with `op_order` if it is given."""
+        """Try the messages that `nested_messages` finds for these tails, also in `op_order` if it is given."""
         for whole in _whole_below(problem):
             if fastest.seconds > enough_s:
                 ways.append(AllReduces(problem, (ready, tails), bound_s, budget, whole, order))
@@ -92,7 +93,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
 
 
 def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal: bool) -> tuple[int, ...]:
-    """Return the fastest plan's order of ops, with a better order of updates if the order limits the plan's speed."""
+    """Return the fastest plan's order of ops; with `anneal`, improve its updates if the order limits the speed."""
     problem, workload = fastest.problem, fastest.problem.workload
     moved = moves_updates_only(fastest.plan, workload)
     order = fastest.plan.op_order if moved else workload.iteration_order()
@@ -104,9 +105,9 @@ def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal
 
 
 def _whole_below(problem: Problem) -> list[int | None]:
-    """Return the sizes in bytes below which a tensor stays whole, or None if partitioning has no price.
+    """Return the sizes (bytes) to try below which tensors stay whole; [None] if partitioning costs no time.
 
-    Partitioning has a price if a gradient in several pieces of memory has to be assembled.
+    Partitioning costs time if a gradient has to be assembled from several pieces of memory.
     """
     if not problem.cluster.unpack_s_per_byte:
         return [None]
@@ -115,7 +116,7 @@ def _whole_below(problem: Problem) -> list[int | None]:
 
 
 class _State(NamedTuple):
-    """Messages, the choices that they are made from, and the seconds of the iteration with its updates arranged."""
+    """Messages, the choices that determine them, and the seconds of an iteration with the best places of updates."""
 
     seconds: float
     number: int  # how many states were valued up to this one, to break ties
@@ -127,7 +128,7 @@ class _State(NamedTuple):
 
 
 class _Search:
-    """A search among messages for several tails and ways to partition tensors."""
+    """A search for the best messages; it may choose among several sets of tails and ways to partition tensors."""
 
     def __init__(self, sent: Sequence[AllReduces], enough_s: float) -> None:
         problem, instance = sent[0].problem, sent[0].instance
@@ -146,9 +147,10 @@ class _Search:
         return self.least_s <= self.enough_s or (self.valued > 0 and self.budget.spent)
 
     def run(self, starts: Sequence[list[int]], rounds: int) -> Iterator[Plan]:
-        """Return the plans of the best messages found; every round allows some changes.
+        """Return the plans of the best messages found; `rounds` limits the number of changes to messages.
 
-        The search starts from messages of equal sizes, and from each of `starts` with sizes that add up to all bytes.
+        The search starts from messages of equal sizes, and from the sizes in each of `starts` if these add up to all
+        bytes.
         """
         budget, work = self.budget, self.budget.work
         states = sorted(self._starts(starts))
@@ -231,7 +233,7 @@ class _Search:
 
 
 def _change_sizes(sizes: list[int], rng: random.Random) -> list[int]:
-    """Merge two neighbours, divide a message, or move some bytes across a border."""
+    """Merge two successive messages, divide a message, or move some bytes from a message to the next or back."""
     k = rng.randrange(len(sizes))
     choice = rng.random()
     if choice < 0.35 and k + 1 < len(sizes):

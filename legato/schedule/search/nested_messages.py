@@ -1,10 +1,10 @@
-"""The messages that the bound "nested" asks for; if the bound is exact, they are the best messages.
+"""The messages that follow from the bound "nested". If the bound can be reached, they are the best messages.
 
-`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals (T minus a tail)
-messages should begin and end. Here T is the least time for which there are such moments. A message then fills the time
-from one moment to the next with the ready bytes that are needed first. The message begins no earlier, even if the
-network is free, since it waits for bytes that become ready at the first of the two moments. For a chain of layers and
-one collective, these messages are the optimum for the given tails.
+For an iteration time T, `bound/arguments/nested.py` finds moments at which messages should begin (release times) and
+end (latest arrivals, T minus a tail). Here T is the least time for which it finds such moments. Each message then fills
+the time from one moment to the next with those ready bytes that are needed first. Even if the network is free earlier,
+the message waits for its moment, at which some of its bytes become ready. For a chain of layers and one collective,
+these messages are the optimum for the given tails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PER_SET_S, _PER_PAIR_S = 1.2e-5, 2.5e-9
 
 
 def nested_messages(instance: Instance) -> Filled:
-    """Return the messages that the bound asks for, or a single message if that is faster.
+    """Return the messages that follow from the bound, or a single message if that is faster.
 
     Each message uses the collective that is cheapest for its size.
     """
@@ -51,7 +51,7 @@ def nested_messages(instance: Instance) -> Filled:
 
 
 def _least_s(sets: NestedSets, low_s: float, high_s: float, budget: Budget) -> float:
-    """Return the least time from `low_s` to `high_s` for which messages are found, or `high_s` if there is none."""
+    """Return the least iteration time above `low_s` that messages can reach, or `high_s` if none below it is found."""
     trial = high_s * (1 - _EXACT)  # first try whether there is anything better
     while low_s < trial and not budget.spent:
         budget.spend(len(sets.work_s) * (_PER_SET_S + _PER_PAIR_S * len(sets.work_s) ** 2))

@@ -1,4 +1,4 @@
-"""Plans with messages that may be sent in a wire format: plan with exact and with rounded costs, then round.
+"""Plans with messages in a wire format: plan with the costs of exact and of rounded messages, then choose formats.
 
 `rounding.py` finds which messages of these plans must be rounded. If a message mixes tensors that must be rounded with
 tensors that need not be, all of it is rounded. So messages are also planned that hold tensors of only one kind.
@@ -68,9 +68,10 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
 
 
 def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]:
-    """Yield plans in which all tensors of a message are exact, or all are rounded, for iterations of this length.
+    """Yield plans whose messages hold only exact or only rounded tensors, for iterations of `seconds` seconds.
 
-    The exact tensors are those that could be exact without startup times, in this time or a little less.
+    A tensor is exact if it could be exact in an iteration of this length, or a little shorter, were there no startup
+    times.
     """
     workload = problem.workload
     if len(workload.tensors) > MOST_SHARED:
@@ -94,9 +95,10 @@ def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]
 
 
 def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Message]:
-    """Yield the messages of the whole workload, given messages in which rounded tensors have half of their bytes.
+    """Yield messages with the full bytes of all tensors; in the given messages, rounded tensors have half their bytes.
 
-    A message with tensors of both kinds becomes two messages. The choice of bf16 has no effect on the result.
+    A message with tensors of both kinds becomes two messages. The messages with rounded tensors are marked bf16, but
+    the final plan has the format that the user chose.
     """
     for message in messages:
         light = [Slice(s.tensor, 2 * s.start, 2 * s.stop) for s in message.slices if s.tensor in rounded]

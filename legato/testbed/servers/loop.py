@@ -61,7 +61,7 @@ class ServerLoop:
         return self._serve(plan, lambda m, o: _train(m, o, self.clock, iterations, look), seed, infer)
 
     def exchange(self, plan: Plan, iterations: int) -> list[float]:
-        """Return the seconds of pushes, the servers' turn and pulls, from a common start to the last worker's end."""
+        """Return, for each iteration, the seconds of pushes, sums, updates and pulls on the last worker to end."""
 
         def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> list[float]:
             seconds = []

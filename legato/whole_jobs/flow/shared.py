@@ -48,10 +48,10 @@ Steps = list[list[LaneTimes]]
 class SharedStep:
     """A job's step alone on the undisturbed network, and the job's mean step in the window, next to the other jobs.
 
-    Steps are as the job's busiest worker sees them; the step of a program is the mean over its workers. `longer_s` has
-    how much longer each part of the step takes next to the other jobs than alone: `computing`, `bubble`, and each kind
-    of communication. `steps_s` has the seconds of each step. `longest` is the longest step of a job, with workers
-    numbered as in the network.
+    The parts of a job's step are measured on its busiest worker; for a program, they are means over all workers. For
+    each part (`computing`, `bubble`, and each kind of communication), `longer_s` has the seconds that it takes longer
+    next to the other jobs than alone. `steps_s` has the seconds of each step. `longest` is the longest step of a job,
+    with workers numbered as in the network.
     """
 
     alone: Step | ProgramStep
@@ -75,7 +75,7 @@ class _Window(NamedTuple):
 
 
 def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
-    """Join programs: worker w of program j becomes worker `places[j][w]`; the other `workers` are idle.
+    """Join programs: worker w of program j becomes worker `places[j][w]`; the rest of all `workers` is idle.
 
     The joined program has the lanes and communications of each program in turn, and a lane for the idle workers.
     """
@@ -117,9 +117,10 @@ def simulate_shared(
     """Simulate jobs on one network (from `network_of`); return the window, in seconds, and each job's step.
 
     Worker w of job j runs on GPU `places[j][w]`. The job begins after `shift_s[j]` seconds (by default at once), and
-    runs at least `steps` steps in the window. The parts of a step are as in `simulate`: `pipeline` is how much
-    longer a job's steps take than if its own pipeline sent nothing. Raises `InputError` if a job's machine has other
-    links than `machine`, and `TooLargeError` on too many steps of workers that are not alike.
+    runs at least `steps` steps in the window. The parts of a step are as in `simulate`: `pipeline` is the difference
+    between a job's steps and the same steps without its own pipeline's transfers. Raises `InputError` if a job's
+    machine has other links than `machine`, and `TooLargeError` if too many steps of different workers had to be
+    simulated.
     """
     if not 1 <= steps <= _MOST_STEPS:
         raise InputError(f"iterations: {steps} (expected 1 to {_MOST_STEPS:,} steps)")
@@ -167,7 +168,7 @@ class _Shared:
         return (window.begin_s, window.end_s), result
 
     def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
-        """Return a job's mean step from its simulated steps, with and without its pipeline's transfers."""
+        """Return a job's mean step; `alone` and `beside` have its steps with and without its pipeline's transfers."""
         job, made, steps_s = self.jobs[j], self.made[j], tuple(map(seconds_of, beside[0]))
         if isinstance(job, Program):
             first, mean = (_mean([program_step(job, lanes) for lanes in steps]) for steps, _ in (alone, beside))
@@ -179,7 +180,7 @@ class _Shared:
         return SharedStep(first, mean, _longer_s(same, mean), steps_s, drawn)
 
     def _free(self, j: int, quotient: Quotient, counts: list[int]) -> Steps:
-        """Return a job's steps if its own pipeline sent nothing; return no steps if the job has no pipeline."""
+        """Return the steps that a job would have if its pipeline sent nothing ([] if it has no pipeline)."""
         return self._run(quotient, counts, self.sends[j])[j] if self.sends[j] else []
 
     def _run(self, quotient: Quotient, counts: list[int], free: Container[int] = ()) -> list[Steps]:
@@ -191,7 +192,7 @@ class _Shared:
         ]
 
     def _window(self, steps: int, each_s: Sequence[float]) -> tuple[_Window, list[Steps]]:
-        """Simulate until the window has enough steps of each job; a step takes about `each_s`."""
+        """Simulate until the window has enough steps of each job, whose steps take about `each_s` seconds."""
         counts, early = [0] * len(each_s), [False] * len(each_s)
         while True:
             until_s = max(self.shift_s) + steps * max(each_s)
@@ -223,7 +224,7 @@ def _mean(steps: Sequence[ProgramStep]) -> ProgramStep:
 
 
 def _window_of(ends_s: list[list[float]], begin_s: float, counts: list[int]) -> _Window:
-    """Return the window of steps that begin and end at these moments."""
+    """Return the window, given the begin of the first step and the ends of all steps of each job."""
     end_s = min(own[-1] for own in ends_s)
     least_s, most_s = begin_s * (1 - _ROUNDING), end_s * (1 + _ROUNDING)
     inside = [

@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Parameters(NamedTuple):
-    """How many parameters all data-parallel workers share, and how many parameters of experts the workers divide."""
+    """The numbers of parameters that all data-parallel workers have in common, and of experts' parameters."""
 
     shared: int
     experts: int = 0
@@ -60,7 +60,7 @@ def embeddings(job: Job) -> Parameters:
 
 
 def output(job: Job) -> Parameters:
-    """Return the parameters of the last norm and the output layer; a tied table counts only with several stages."""
+    """Return the parameters of the last norm and the output layer; with one stage, a tied table is left out."""
     table = 0 if job.model.tied and job.mesh.pipeline == 1 else job.model.hidden * vocabulary_part(job)
     return Parameters(table + _norm(job.model))
 
@@ -100,7 +100,7 @@ def held(job: Job, stage: int) -> Parameters:
 
 
 def owned(job: Job, parameters: Parameters) -> float:
-    """Return how many of these parameters one worker owns if data-parallel workers divide them."""
+    """Return the number of `parameters` that one worker owns if data-parallel workers divide them."""
     mesh = job.mesh
     ranks = mesh.data * mesh.context // job.replicas
     return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert_parts)

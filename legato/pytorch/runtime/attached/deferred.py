@@ -5,10 +5,10 @@ parameters later, on a stand-in object that shares the state and holds only the 
 Where deferring could change the result, the step updates all parameters at once, when all gradients have arrived.
 
 [Note: the user's optimizer] legato sets `step` on the optimizer instance, once and for good, so that schedulers and
-wrappers that hold this method keep working. The method defers updates in legato's passes, and otherwise steps as
-before. A step that bypasses this method is also correct, because it reads gradients through the parameters' gates, but
-then no update waits. While updates wait, another table replaces `state`, and any access to this table brings everything
-up to date first. The optimizer's class changes only while states are sharded.
+wrappers that hold this method keep working. This new `step` defers updates in legato's passes, and in all other passes
+it does what the old `step` did. A step that bypasses this method is also correct, because it reads gradients through
+the parameters' gates, but it updates all parameters at once. While updates wait, a stand-in replaces `state`, and any
+access to the stand-in applies all updates first. The optimizer's class changes only while states are sharded.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
 
 
 class _Step:
-    """One call of an optimizer's `step()`; `compiled` says whether dynamo compiles the functions that it calls."""
+    """One call of an optimizer's `step()`; `compiled` says whether compiled code makes this call."""
 
     def __init__(
         self, optimizer: Optimizer, before: Any, compiled: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -266,7 +266,7 @@ def _settle(optimizer: Any) -> Any:
 
 
 def _show(optimizer: Any, waits: bool = False) -> None:
-    """Set the optimizer's class and state so that they hide what is sharded, or what waiting updates will change."""
+    """Set the optimizer's class, which hides sharded states, and its `state`, which hides that updates wait."""
     base, mine = users_class(optimizer), vars(optimizer)
     object.__setattr__(optimizer, "__class__", base if shards_of(optimizer) is None else _overlay(cast(Any, base)))
     if type(mine["state"]) is _WaitingState:

@@ -57,7 +57,7 @@ class Connection:
 
 
 def _release(group: Any, watchdog: Watchdog) -> None:
-    """Destroy the group of a deleted model, unless a collective has failed: this call could then time out."""
+    """Destroy the group of a deleted model. Do nothing after a failed collective: destruction could then time out."""
     if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
         dist.destroy_process_group(group)
 

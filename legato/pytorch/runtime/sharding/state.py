@@ -46,7 +46,7 @@ def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
 
 
 def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any], wait: Callable[[Any], None]) -> State:
-    """Return the state of whole parameters, from what each rank knows of its shards."""
+    """Return the state of whole parameters; `facts` has what this rank tells the other ranks about its shards."""
     known: dict[str, dict[str, Any]] = {}
     for told in gather_bytes(json.dumps(facts).encode(), shards.group, wait):
         for name, entries in json.loads(told):
@@ -120,7 +120,7 @@ def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
 
 
 def uneven(shard: Shard, key: str) -> InputError:
-    """Return the error for an entry that is neither one value nor one value for each element."""
+    """Return the error for an entry that has several values, but not one for each element of the parameter."""
     return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
 
 

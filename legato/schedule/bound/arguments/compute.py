@@ -1,4 +1,4 @@
-"""The bound "compute": computation, plus the work of messages if one processor does both."""
+"""The bound "compute": the time of computation, plus the work of messages if the same processor does this work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Computation"]
 class Computation(Argument, frozen=True, tag="compute"):
     """A proof that an iteration takes at least as long as a worker computes.
 
-    Under contention, a worker also packs gradients, and it works on each message or waits for the message.
-    docs/bounds.md has the proof for contention ("Processor").
+    Under contention, the worker's processor also packs gradients, and spends time on each message. docs/bounds.md has
+    the proof for contention ("Processor").
     """
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Yield the only certificate, since this argument has no tensors to choose."""
+        """Yield the only certificate, because this argument needs no choice of tensors."""
         yield cls().proved(problem)
 
     def proves(self, problem: Problem) -> float:

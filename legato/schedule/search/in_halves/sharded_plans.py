@@ -1,7 +1,7 @@
 """The search for the best sharded plan.
 
-The candidates are the sharded plans of all schedulers, the plan that the bound asks for, and plans from a search that
-starts from the groups of these plans.
+The candidates are the sharded plans of all schedulers, the plan whose groups the lower bound determines, and plans from
+a search that starts from the groups of these plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNSHARDED, _STARTS = 0.25, 5
 
 
 def sharded_plan(problem: Problem, solve: Solve) -> Plan:
-    """Return the best plan with the problem's `shard`."""
+    """Return the best plan that shards what `problem.shard` says."""
     workload, cluster, shard = problem.workload, problem.cluster, problem.shard
     budget, captured = problem.budget(1 - _UNSHARDED), workload.iteration_order()
     plans = [sharded(plan, workload, shard) for plan in _known(problem)]
@@ -76,7 +76,7 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
 
 
 def _known(problem: Problem) -> Iterator[Plan]:
-    """Yield plans to shard that need no search; for large models, leave out the plans of other schedulers."""
+    """Yield unsharded plans that need no search; for large models, leave out the plans of published schedulers."""
     lines, workload = problem.collectives.lines, problem.workload
     times = times_in_order(workload, workload.iteration_order())
     for name in dict.fromkeys((lines.choices[0][0], lines.choose(workload.nbytes)[0])):
@@ -86,6 +86,6 @@ def _known(problem: Problem) -> Iterator[Plan]:
 
 
 def _with_captured_updates(order: tuple[int, ...], workload: Workload) -> tuple[int, ...]:
-    """Return the backward and forward ops in this order, then the optimizer ops in the captured order."""
+    """Return the backward and forward ops as in `order`, then the optimizer ops in the captured order."""
     updates = [op for op in workload.iteration_order() if workload.ops[op].phase == "optimizer"]
     return (*(op for op in order if workload.ops[op].phase != "optimizer"), *updates)

@@ -1,8 +1,8 @@
 """Two variants of the ring from the Network Operator Edition (8.2.1 and 8.4).
 
-Without messaging, the whole fragment goes around in 2 (n-1) hops of M bytes, one after another; each fragment starts at
-a different worker. With multicast, the first half is the usual ring (`legato.collectives.ring`), and then each worker
-multicasts the sum that it holds.
+Without messaging, a whole fragment of M bytes goes around the ring of n workers in 2 (n-1) hops, one after another;
+each fragment starts at a different worker. With multicast, the first half is the usual ring
+(`legato.collectives.ring`), and then each worker multicasts the sum that it holds.
 """
 
 from __future__ import annotations

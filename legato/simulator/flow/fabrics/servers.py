@@ -1,7 +1,8 @@
 """Parameter servers: workers push gradients and pull the updated parameters (Network Operator Edition, 3.3.1).
 
 With multicast, a server sends a parameter once for all workers. With in-network aggregation, a server receives one sum
-instead of one gradient per worker. Multicast changes only distribution, and in-network aggregation only reduction.
+instead of one gradient per worker. Multicast changes only how parameters are distributed, and in-network aggregation
+only how gradients are summed.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Servers:
         return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
     def _hosts(self, topology: Topology, fragments: Fragments) -> np.ndarray:
-        """Return the hosts of the servers, as [fragment, shard]."""
+        """Return, for each [fragment, shard], the host of its server."""
         if self.shards > 1:
             return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
         if len(fragments) and (worst := int(fragments.server.max())) >= self.servers:
@@ -140,7 +141,7 @@ class Servers:
         return topology.server(fragments.server)[:, None]
 
     def _shard_bytes(self, fragments: Fragments) -> np.ndarray:
-        """Return the bytes of each shard, as [fragment, shard]."""
+        """Return the bytes of each [fragment, shard]."""
         return np.broadcast_to(fragments.nbytes[:, None] / self.shards, (len(fragments), self.shards))
 
 

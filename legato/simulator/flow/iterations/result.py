@@ -28,10 +28,10 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """The times of an `Iteration` (unroll.py), for the workers that are kept.
+    """The times of an `Iteration` (unroll.py) on the simulated workers; of identical workers, only one is simulated.
 
     `forward_s` and `backward_s` [segment, worker] are the starts of segments. `computed_s` is the end of the last
-    forward op, and all other times are the ends of services.
+    forward op. All other times are when a step of a fragment or message ended.
     """
 
     forward_s: Times
@@ -61,7 +61,7 @@ class IterationTimes:
 
 
 def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
-    """Return the end of an iteration: with servers, when all sums are complete, and otherwise after all computation."""
+    """Return when an iteration ends: with servers, when the last sum is complete; otherwise, when all is done."""
     if fabric.servers:
         return float(run.summed_s.max())
     return max(float(run.received_s.max()), run.computed_s)
@@ -71,7 +71,7 @@ def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
 class ComputeTimes:
     """The starts of segments of computation: `forward_s` and `backward_s` [iteration, segment, worker], in seconds.
 
-    `disturbed` has the profiles of the workers that disturbances slow down.
+    `disturbed` has, for each worker that a disturbance slows down, its speed over time (a `Profile`).
     """
 
     forward: Stream
@@ -83,7 +83,7 @@ class ComputeTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
-        """Return the times of computation in the unrolled iterations; `runs` has the times of each iteration."""
+        """Return when segments of computation start in all unrolled iterations, from the times of each iteration."""
         return cls(
             unrolled.forward,
             unrolled.backward,
@@ -94,7 +94,7 @@ class ComputeTimes:
         )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:
-        """Return the starts and the ends of the ops in iteration k, each as [worker, op of the half]."""
+        """Return [worker, op] arrays of the starts and the ends of a half's ops in iteration k."""
         stream, begin = (self.forward, self.forward_s) if half == "forward" else (self.backward, self.backward_s)
         base = begin[k].T[:, stream.segment]
         factor = self.slowdown[k, : base.shape[0], None]
@@ -110,7 +110,8 @@ class ComputeTimes:
 class Transfers:
     """All transfers on links. The outgoing link of worker w is 2w, and its incoming link is 2w + 1.
 
-    A byte takes `s_per_byte[link]` seconds. On its sender's link, a transfer takes `sending_s` more.
+    A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` longer than its bytes
+    do.
     """
 
     link: NDArray[np.int32]
@@ -123,7 +124,7 @@ class Transfers:
 
     @classmethod
     def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
-        """Return the transfers, which are the services that ran on links."""
+        """Return the transfers among the engine's records: the records of services on links."""
         wired = records["link"] >= 0
         columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
         return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
@@ -145,7 +146,7 @@ class MessageTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
-        """Return the times of reducing, then of distributing fragments; a barrier releases the latter all at once."""
+        """Return when fragments are in flight to be summed, then to be distributed (all at once after a barrier)."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
         if unrolled.fabric.in_flight is not None:  # other messages wait until the message has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
@@ -185,7 +186,7 @@ class FlowResult:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes], transfers: Transfers | None = None) -> FlowResult:
-        """Return the result, from the times of the iterations."""
+        """Return the result of a simulation, given the times of each iteration and maybe all transfers."""
         compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
         ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
@@ -235,7 +236,7 @@ class FlowResult:
         return self._edge("backward", first=False)
 
     def _edge(self, half: str, *, first: bool) -> Times:
-        """Return the start of the first op, or the end of the last op, as [K, W]."""
+        """Return when the first op of a half starts, or its last op ends, in each iteration on each worker ([K, W])."""
         times = [self.compute.op_times(half, k) for k in range(self.iterations)]
         return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
 
@@ -300,8 +301,8 @@ class FlowResult:
     def last_s(self) -> float:
         """Return T, the seconds of worker 0's last iteration.
 
-        T is `iteration_s`, or, if jitter makes iterations differ, the time from the end of worker 0's computation in
-        the second to last iteration to the end in the last iteration.
+        T is `iteration_s`. But if jitter makes iterations differ, T is the time between the last two ends of worker 0's
+        computation, in the second to last and in the last iteration.
         """
         if (self.compute.slowdown == self.compute.slowdown[-1]).all():
             return self.iteration_s
@@ -327,7 +328,7 @@ class FlowResult:
         The timeline has the spans of `workers` (None: all workers that were kept), and its iteration time is `last_s`.
         The lanes are "compute" and "network"; the span of a message begins when the message may be sent, and ends when
         it has arrived. With `links`, if transfers were kept, the lanes "out" and "in" show all transfers on the
-        worker's link, also for other workers. Raises `InputError` on a worker that was not kept.
+        worker's link, including transfers for other workers. Raises `InputError` on a worker that was not kept.
         """
         column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
         for worker in () if workers is None else (workers := list(workers)):

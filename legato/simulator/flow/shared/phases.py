@@ -1,4 +1,4 @@
-"""The phases in which jobs on one network disturb each other least, and the cost of missing these phases.
+"""The shifts with which jobs on one network slow each other down least, and the slowdowns at other shifts.
 
 The idea is from CASSINI (Rajasekaran, Ghobadi and Akella, NSDI 2024): a training job alternates between computation and
 communication. If two jobs with similar periods share a link, a shift between them lets one job communicate while the
@@ -6,13 +6,13 @@ other computes.
 
 A shift is between 0 and the period of its job. With two jobs, the second job's shift is tried at `GRID` equally distant
 points of its period. With more jobs, shifts are tried for one job after another, with all other jobs fixed, until no
-shift changes. If neighbouring shifts are equally good, the middle of the longest run of them is chosen, where a drift
-does least harm. A shift that is better than both its neighbours is refined in steps of a half, a quarter and so on of
-their distance.
+shift changes. If several neighbouring shifts are equally good, the middle of the longest row of such shifts is chosen,
+because there a small error of the shift does least harm. If the best shift is better than both its neighbours, shifts
+near it are tried too, at a half, a quarter and so on of the distance between neighbours.
 
-If jobs keep no pace, a shift is applied only at the start, and may not last. On links that serve one transfer at a
-time, jobs may find phases by themselves in which they do not meet; on links that transfers share fairly, jobs keep
-their phase.
+If jobs keep no pace (fixed period), a shift holds at the start only, and the jobs may drift. On links that serve one
+transfer at a time, jobs may drift by themselves until their transfers do not meet; on links that transfers share
+fairly, jobs keep their shifts.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Progress = Callable[[int, int], None]
 class Phases:
     """The best shifts of all jobs (in seconds; the first job's is 0), and the slowdowns at other shifts.
 
-    All slowdowns are means over the jobs (`SharedTimes.slowdown`). `phases` has pairs (shift, slowdown) of the last job
-    that was shifted, over one period of it. `drift` has pairs (share of a period, worst slowdown if the shift of one
-    job is wrong by this share of its period, in either direction). `longer` is the slowdown if the period of the
+    All slowdowns are means over the jobs (`SharedTimes.slowdown`). `phases` has pairs (shift, slowdown) for all shifts
+    that were tried for the last job, from 0 to its period. `drift` has pairs (share, slowdown): the worst slowdown if
+    one job's shift is too small or too large by this share of its period. `longer` is the slowdown if the period of the
     last job is 1% longer, so that the job drifts through all phases; `longer` is None if this simulation needs too many
     transfers.
     """
@@ -108,7 +108,7 @@ class _Search:
             )
 
     def slowdown(self, shift_s: list[float], job: int, shift: float) -> float:
-        """Return the mean slowdown with a job at another shift."""
+        """Return the jobs' mean slowdown if this job has this shift, and the other jobs have theirs in `shift_s`."""
         self.progress(self.done, self.total)
         self.done += 1
         tried = list(shift_s)
@@ -147,7 +147,7 @@ class _Search:
 
 
 def _longest_row(found: list[float]) -> tuple[int, int]:
-    """Return (first, length) of the longest run of values as good as the best, on a circle of values."""
+    """Return (first, length) of the longest row of values as good as the best; a row may pass the end of the list."""
     good = [value <= min(found) + _SAME for value in found]
     if all(good):
         return 0, len(found)
