@@ -374,7 +374,7 @@ class _Table:
         return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, bound_s, wrapping)
 
     def _states(self, ranks: int) -> int:
-        """Return the bytes that no wrapping changes."""
+        """Return 0, because the size of the parameters and the optimizer's states is unknown."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Importers (layer 1 of the design in docs/design.md) turn other programs' traces into a `Workload` and a `Timeline`.
+"""Importers turn other programs' traces into a `Workload` and a measured `Timeline` (import floor 1 in docs/design.md).
 
 `kineto` reads traces of the PyTorch profiler, and `execution_trace` joins them with PyTorch execution traces. `chakra`
 reads and writes MLCommons Chakra; `send_trace` reads and writes the CSV traces of the Network Operator Edition. All
@@ -28,7 +28,7 @@ class Format(NamedTuple):
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function that reads workloads or, if `program` is set and the format has it, that for programs."""
+        """Return the function for workloads or, if `program` is set and the format has one, the function for programs."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

@@ -389,7 +389,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether user's hooks run around the module's `forward`: this module's hooks, or hooks on all modules."""
+    """Return whether the user's hooks run around the module's `forward`: hooks on this module or on all modules."""
     of_all = nn.modules.module
     return bool(
         module._forward_hooks or module._forward_pre_hooks or of_all._global_forward_hooks

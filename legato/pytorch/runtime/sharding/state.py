@@ -120,7 +120,7 @@ def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
 
 
 def uneven(shard: Shard, key: str) -> InputError:
-    """Return the error for an entry that has several values, but not one for each element of the parameter."""
+    """Return the error for an entry that has several values, but not one for each element of the shard."""
     return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
 
 
