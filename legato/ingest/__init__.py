@@ -28,7 +28,7 @@ class Format(NamedTuple):
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function for workloads or, if `program` is set and the format has one, the function for programs."""
+        """Return the function for programs if `program` is set and the format has one, else the one for workloads."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read
