@@ -142,9 +142,10 @@ def plan(
     the scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option, and whatever the scheduler
     raises.
 
-    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model within 1% of the
-    predicted time of the fastest way. The options of a plan for FSDP2 are the fields of `legato.fsdp.table.Sharding`:
-    `memory_bytes`, `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` returns the whole table.
+    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: among the ways to shard the model that are predicted
+    to be within 1% of the fastest, the simplest one. The options of a plan for FSDP2 are the fields of
+    `legato.fsdp.table.Sharding`: `memory_bytes`, `gpus_per_host`, `micro_batches` and others.
+    `legato.fsdp.table.compare` returns the whole table.
     """
     if options.get("shard") == "parameters":
         from legato.fsdp.table import plan_wrapping

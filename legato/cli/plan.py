@@ -183,8 +183,8 @@ def _beside_baseline(
 ) -> Timeline:
     """Return the timeline of the chosen plan, with DDP's timeline as its baseline.
 
-    DDP is planned now if it was not among the schedulers. With parameter servers, the random order is the baseline
-    instead. Both timelines get the fields in `where`.
+    `plan_others` plans with DDP if it is not among the plans in `found`. With parameter servers, the random order is
+    the baseline instead of DDP. `where` names the job and the network of both timelines.
     """
     name = "random" if chosen.plan.messages[0].kind in ("push", "pull") else "ddp"
     if chosen.plan.scheduler == name:
@@ -197,7 +197,7 @@ def _beside_baseline(
 
 
 def _note_stock_ddp(found: list[Candidate], chosen: Candidate, job: Workload, cluster: Cluster, how: Planning) -> None:
-    """Say whether stock DDP is good enough, or with which buckets."""
+    """Say whether stock DDP is good enough with its default buckets, or which other buckets make it faster."""
     from legato.schedule.compare import stock_buckets
 
     by_name = {candidate.plan.scheduler: candidate for candidate in found}
@@ -221,7 +221,7 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
 def _note_rounding(
     chosen: Candidate, scheduler: str | Scheduler, job: Workload, cluster: Cluster, how: Planning, most: int | None
 ) -> None:
-    """Say how much the chosen plan gains over the same scheduler's exact plan, and how many bytes it rounds."""
+    """Say how many bytes the chosen plan rounds, and how much faster it is than the scheduler's exact plan."""
     from legato.schedule.basics.compose import has_free_order
     from legato.schedule.compare import compare
     from legato.schedule.search.rounding import MOST_SHARED, least_rounded
@@ -255,7 +255,7 @@ def _note_simulated(found: list[Candidate]) -> None:
 
 
 def _least(chosen: Candidate, found: list[Candidate]) -> str:
-    """Say how fast a plan can be at most; plans in pairs of halves count if their bound was computed."""
+    """Say which time no plan can beat, or no plan of all-reduces if no bound for pairs of halves was computed."""
     if chosen.kind.sends != "all_reduces":
         return f"no plan can be faster than {format_seconds(chosen.bound.seconds)}"
     pairs = [c.bound.seconds for c in found if c.kind == chosen.kind._replace(sends="pairs")]
@@ -296,7 +296,7 @@ def _note_larger(found: list[Candidate], job: Workload, most: int) -> None:
 
 
 def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is_chosen: bool) -> None:
-    """Say which buckets stock DDP should use: its default buckets, or the buckets of merge-optimal (`stock`)."""
+    """Say which buckets stock DDP should use: its default buckets, or the buckets of `stock` (from merge-optimal)."""
     from legato.schedule.compare import SAME, better_buckets
 
     if ddp is not None and ddp.gap <= SAME:

@@ -30,8 +30,9 @@ def sweep(
     number. Speedups are relative to the first fabric and scheduler named. The bandwidth and latency of a measured
     cluster are derived from the cost of its default collective.
 
-    Whole jobs are swept over the links of their machines and, with --fidelity flows, over the switches above them. With
-    --share, the workloads are jobs that run together on each network, and a row has the iteration time of every job.
+    For whole jobs, a sweep varies the links of their machines and, with --fidelity flows, the switches above the hosts.
+    With --share, the workloads are jobs that run together on each network, and a row has the iteration time of every
+    job.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """

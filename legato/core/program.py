@@ -39,9 +39,9 @@ class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, t
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="wait"):
-    """The end of a communication, given by its number in the program, for which the worker waits.
+    """A wait of the worker for the end of a communication, which is given by its number in the program.
 
-    A blocking communication is a start and a wait.
+    A blocking communication is a `Start`, followed by a `Wait`.
     """
 
     communication: int
@@ -51,10 +51,11 @@ Action: TypeAlias = Compute | Start | Wait
 
 
 class Times(NamedTuple):
-    """The times at which lanes act, as `clock` computes them.
+    """The times of all actions and communications, as `clock` computes them.
 
-    `actions` has the end of each action of each lane. The other fields are indexed by communication; `started` is the
-    time when all lanes have started a communication, and `begins` and `ends` are its begin and end.
+    `actions` has, for each lane, the times at which its actions end. The other fields have one time for each
+    communication: in `started`, when the last lane has started the communication; in `begins` and `ends`, when it
+    begins and ends.
     """
 
     actions: list[list[float]]
@@ -76,12 +77,12 @@ def clock(
 ) -> Times:
     """Run lanes and return their times.
 
-    Communication n takes `seconds[n]`. Communication n begins after the previous communication on its line, and after
-    communication `after[n]`, if any.
+    Communication n takes `seconds[n]`. It begins once the previous communication with the same `lines[n]` has ended,
+    and communication `after[n]`, if there is one.
 
-    A lane runs until it waits for a communication that other lanes have not started; the last lane to start it wakes
-    the waiting lane, so there is no queue to search. If lanes wait for each other in a circle, those lanes have fewer
-    times than actions.
+    A lane runs until it waits for a communication that other lanes have not started yet. The last lane that starts this
+    communication wakes the waiting lane, so no loop has to search for lanes that can run. If lanes wait for each other
+    in a circle, the result has fewer times than actions for these lanes.
     """
     missing = Counter(action.communication for lane in lanes for action in lane if type(action) is Start)
     actions: list[list[float]] = [[] for _ in lanes]
@@ -120,12 +121,12 @@ def clock(
 class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A communication in one or several groups of workers. Each group lists its workers in the order of its ring.
 
-    `nbytes` is the size of an all-gather's result, of each worker's input to a reduce-scatter, all-reduce or all-to-all
-    (its own part included), or of a broadcast or send. `kind` is the purpose of the communication, such as `tensor` or
-    `data`. A broadcast comes from the first worker of a group; a send goes from the first worker to the second. `times`
-    is the number of equal communications that run one after another and count as one. `traced_s` is the traced
-    duration, from the moment when all workers had started the communication. `after` is the number of another
-    communication that must end before this communication begins.
+    `nbytes` is the size of the message in a broadcast or send, of the result in an all-gather, and of each worker's
+    input in all other operations (the worker's own part included). `kind` is the purpose of the communication, such as
+    `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the first worker to the
+    second. One `Communication` can stand for several equal communications that run one after another; `times` is their
+    number. `traced_s` is the traced duration, from the moment when all workers had started the communication. `after`
+    is the number of another communication that must end before this communication begins.
     """
 
     kind: str
@@ -164,11 +165,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     Workers that do the same share a lane. Each worker 0, 1, ... is in exactly one lane.
 
-    In all groups of a communication, workers at the same place in their rings are in the same lane. Every member of a
-    group starts a communication once, except that only the sender starts a send. A communication begins when all
-    workers that start it have done so. Sends with the same groups run in the order of their starts. Other
-    communications with the same groups also run in the order of their starts, which is the same on all lanes. If a
-    communication runs `after` another, the same lanes start both, in this order.
+    If a communication has several groups, the first workers of all groups are in one lane, the second workers in one
+    lane, and so on. Every member of a group starts a communication once, except that only the sender starts a send. A
+    communication begins when all workers that start it have done so. Sends with the same groups run in the order of
+    their starts. Other communications with the same groups also run in the order of their starts, which is the same on
+    all lanes. If a communication runs `after` another, the same lanes start both, in this order.
 
     `traced_s` is the traced time of the step, from the first worker's begin to the last worker's end, or None.
 
@@ -206,7 +207,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return f"communication {number} ({one.kind} {one.operation})"
 
     def orders(self) -> list[int]:
-        """Return a number for each communication, equal for communications that run in the order of their starts."""
+        """Return a number for each communication; communications with the same number run in the order of starts."""
         known: dict[tuple[int, bool], int] = {}  # many communications have the same groups
         numbers: dict[tuple[object, bool], int] = {}
         result = []
@@ -246,7 +247,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
-        """Check that lanes start all their communications once, and start a group's communications in one order."""
+        """Check that each lane starts all its communications once, in the same order as other lanes of its groups."""
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()
@@ -276,7 +277,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     raise InputError(f"{self.describe(number)}: started in another order on another lane of its groups")
 
     def _numbers(self, lane: Lane) -> Iterator[int]:
-        """Yield the communications that a lane starts, in order, and check the numbers in its starts and waits."""
+        """Yield the communications that a lane starts, in order, and check that the program has all that it names."""
         for action in lane.actions:
             if isinstance(action, Compute):
                 continue

@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A group with its units, and the units around which its hooks run."""
+    """A group with its units; its hooks run before the `first` unit and after the `last` unit."""
 
     units: tuple[int, ...]
     first: int
@@ -79,7 +79,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(units: Sequence[Unit], wrapping: Wrapping) -> list[Resolved]:
-    """Return the groups of a wrapping with their bytes. If modules are left for the root, its group is last.
+    """Return the groups of a wrapping with their bytes; the last group is the root, if it has modules of its own.
 
     Raises `InputError` on a module that is not a unit.
     """
@@ -152,10 +152,11 @@ _OPERATIONS: dict[str, Operation] = {
 
 
 class _Issued(NamedTuple):
-    """A `Piece` before the clock runs, given by its places among the actions of the compute stream.
+    """A `Piece` that has no times yet, but places: positions in the list of the compute stream's actions.
 
-    A collective has a `number`. A collective begins at its `place` or later, once the previous collective on its `line`
-    and the collective `after` have ended. A computation begins at its `place` and ends at `until`.
+    A collective has a `number`. A collective begins when the compute stream has reached its `place`, and both the
+    previous collective with the same `line` and the collective `after` have ended. A computation begins at its `place`
+    and ends at `until`.
     """
 
     kind: str
@@ -213,7 +214,7 @@ class _Rules:
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return, for each unit, the groups that begin before and the groups that end after it, the root outermost."""
+        """Return, for each unit, the groups that begin with it, and the groups that end with it, the root outermost."""
         first: list[list[int]] = [[] for _ in self.units]
         last: list[list[int]] = [[] for _ in self.units]
         for k in sorted(range(len(self.groups)), key=lambda k: (k != self.root, k)):
@@ -322,7 +323,7 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """Return the bytes of a unit's new gradients: 0 if they are added, one by one, to existing gradients."""
+        """Return the bytes that a unit's gradients need: 0 if each gradient is at once added to an existing one."""
         k = self.group_of.get(u)  # None if the unit has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
@@ -443,7 +444,7 @@ class _Rules:
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
-        """Free the gather output that was copied last, as the next group is copied or the root's forward pass ends."""
+        """Free the output of the gather that was copied last, when the next one is copied or the forward pass ends."""
         if self.last_copied is not None:
             held, place = self.last_copied
             self._gather_later(place)

@@ -27,11 +27,11 @@ def assemble(
 ) -> Workload:
     """Build the workload of one step.
 
-    With `keep_idle`, the duration of an op includes the time for which the device waited for its launch, because no
-    plan can avoid that wait. The optimizer's time is divided among the tensors in proportion to their bytes, as if each
-    parameter were updated when its gradient arrives. `together` are ops of the optimizer that need all gradients, and
-    that precede the update of every parameter. Raises `InputError` if there is no gradient, or no computation in the
-    backward pass.
+    With `keep_idle`, the duration of an op includes the time for which the device was idle because the host had not
+    launched the op, since no plan can avoid this time. The optimizer's time is divided among the tensors in proportion
+    to their bytes, as if each parameter were updated when its gradient arrives. `together` are ops of the optimizer
+    that need all gradients, and that precede the update of every parameter. Raises `InputError` if there is no
+    gradient, or no computation in the backward pass.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -96,11 +96,10 @@ def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes:
 
 
 def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, for each gradient, the forward op that reads its parameter if backward mirrors the forward pass.
+    """Return, for each gradient, the forward op that reads its parameter if the backward pass runs in reverse order.
 
-    Positions are measured in time: if a gradient is ready after a share f of the
-    backward pass, its parameter is first read after a share 1 - f of the forward
-    pass.
+    For example, if a gradient is ready after 30% of the backward pass's time, its parameter is first read after 70% of
+    the forward pass's time.
     """
     forward, backward = _of_phase(ops, "forward"), _of_phase(ops, "backward")
     if not forward or not backward:

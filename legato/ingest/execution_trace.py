@@ -52,7 +52,7 @@ class _Attribute(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    """A node of any schema version: up to 1.0.1 it has flat lists, since 1.0.2 `values` and `attrs`."""
+    """A node of any schema version: up to 1.0.1, a field for each property; since 1.0.2, `_Values` and `attrs`."""
 
     id: int
     name: str
@@ -93,9 +93,9 @@ def import_execution_traces(
 ) -> Imported:
     """Import pairs of an execution trace and a profiler trace, one pair per rank.
 
-    In whatever order `paths` mixes the two kinds, the n-th execution trace belongs to the n-th profiler trace.
-    Raises `InputError` if the numbers of the two kinds differ, and `FileError` if the traces of a pair have no operator
-    in common.
+    In whatever order `paths` mixes the two kinds, the n-th execution trace belongs to the n-th profiler trace. Raises
+    `InputError` if there are more traces of one kind than of the other, and `FileError` if the traces of a pair have no
+    operator in common.
     """
     read: dict[Path, Graph] = {trace: _Graph(graph, progress) for graph, trace in pairs(paths)}
     return import_kineto(
@@ -105,7 +105,7 @@ def import_execution_traces(
 
 @refusals_name_files
 def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Return each execution trace with its profiler trace. Raises `InputError` if the numbers differ."""
+    """Return each execution trace with its profiler trace. Raises `InputError` if there are more of one kind."""
     graphs: list[Path] = []
     traces: list[Path] = []
     for path in paths:
@@ -152,7 +152,7 @@ class _Graph:
                 self._nodes[record] = node
 
     def describe(self, trace: Trace) -> None:
-        """Add the shapes that determine bytes of gradients and collectives, if the profiler did not record them.
+        """Add the shapes that tell the bytes of gradients and collectives, if the profiler did not record these shapes.
 
         Raises `FileError` if the two traces are of different processes.
         """
@@ -185,7 +185,7 @@ class _Graph:
                 columns.describe(row, Arguments(dims=_raw(shapes[0]), types=_raw(types[:1] * len(shapes[0]))))
 
     def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
-        """Return the step's ops with their dependencies. An op of no known operator depends on the previous op."""
+        """Return the step's ops with their dependencies. An op without a known operator depends on the op before."""
         interval = step.interval.start_s, step.interval.end_s
         nodes = _innermost(step, self._by_row(step.trace, step.trace.operator, *interval))
         writer: dict[int, int] = {}
@@ -214,7 +214,7 @@ class _Graph:
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
     def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:
-        """Return the node of each operator (or mark) of the profiler trace between the two times, by row.
+        """Return, by row of `columns`, the node of each operator or mark that begins between the two times.
 
         Operators and nodes are matched by id if the profiler wrote ids. Without ids, the n-th operator of a name
         matches the n-th node of the same name, for names that occur equally often in both traces.

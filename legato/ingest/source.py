@@ -45,8 +45,8 @@ MOST_BYTES = 2**30
 def in_folders(paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
     """Return the files, with each folder replaced by its files that are named like traces.
 
-    Files that legato itself has written into a folder are left out, with a line to `say`. Raises `FileError` if a
-    folder has no traces.
+    Files that legato itself has written into a folder are left out, and `say` is called with a line about them. Raises
+    `FileError` if a folder has no traces.
     """
     found: list[Path] = []
     for path in paths:

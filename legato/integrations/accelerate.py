@@ -21,7 +21,8 @@ __all__ = ["prepare"]
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     """Return the result of `accelerator.prepare`, with legato attached to each model that is wrapped in DDP.
 
-    `options` are passed to `legato.distribute`. Each optimizer is used for the models that have its parameters.
+    `options` are passed to `legato.distribute`. A model in DDP gets every optimizer that has any of the model's
+    parameters.
     """
     prepared = accelerator.prepare(*objects)
     everything = prepared if isinstance(prepared, tuple) else (prepared,)

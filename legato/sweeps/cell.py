@@ -70,7 +70,7 @@ def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
 
 
 def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
-    """Return the scheduler's plan for the named fabric on the network; `PLAIN` sends one message per tensor."""
+    """Return the scheduler's plan for the named fabric on the network; `PLAIN` plans one message per tensor."""
     if scheduler == PLAIN:
         return plain_plan(workload, fabric)
     return schedule(scheduler, workload, cluster_for(name, fabric, network))
@@ -80,7 +80,7 @@ def plan_for(scheduler: str | Scheduler, workload: Workload, name: str, fabric: 
 class Simulation:
     """A simulation of a job on a network, for a cell of a sweep or a row of `legato simulate`.
 
-    All workers have the same workload, or each has its own. Raises `InputError` if formulas are asked for although
+    All workers have the same workload, or each has its own. Raises `InputError` if the fidelity is `formulas`, but
     hosts differ or there is more than one switch.
     """
 
@@ -96,7 +96,7 @@ class Simulation:
             )
 
     def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
-        """Simulate a plan on the named fabric. Raises `InputError` if the fidelity cannot simulate the two."""
+        """Simulate a plan on the named fabric. Raises `InputError` if a formula is needed but missing."""
         if self.fidelity == "transfers":
             options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
             with nullcontext() if name in FABRICS else blame(name):
@@ -117,7 +117,7 @@ class Simulation:
                 raise TooLargeError(f"{name}: {error}") from None
 
     def beyond_formulas(self, plan: Plan | None, name: str, fabric: Fabric) -> str:
-        """Return why there is no formula for the fabric, or for a plan on it; "" if there is one."""
+        """Return why there is no formula for the fabric, or for this plan on the fabric; "" if there is a formula."""
         if PRICED_AS.get(name, name) not in fabric_names("formulas"):
             return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
         if plan is None or not (fabric.servers or name in UNDIVIDED):

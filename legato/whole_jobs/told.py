@@ -65,7 +65,7 @@ def caveats(step: Step) -> Iterator[str]:
 
 
 def faster(best: Step) -> dict[str, Step]:
-    """Return the step of the same layout on improved machines, by the name of the improvement, the fastest first."""
+    """Return the layout's step by machine: first the machine as it is, then improved machines, the fastest first."""
     steps = {"the machine as it is": best}
     found = {name: predict(replace(best.job, machine=machine)) for name, machine in machines(best.job.machine).items()}
     return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))

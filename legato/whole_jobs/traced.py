@@ -27,11 +27,12 @@ __all__ = ["ProgramStep", "Traffic", "means", "predict", "repeated", "replay", "
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """A step of a program, as means over its workers.
+    """A step of a program; times and bytes are averages over its workers.
 
     In a step of `seconds`, a worker computes for `computing_s`, waits for its host for `idle_s`, waits for late workers
     for `late_s`, and waits for each kind of communication for `exposed_s`. All these parts add up to `seconds`. `sent`
-    has the bytes that a worker sends by kind and tier, as in `Step`; without a machine it is empty.
+    has the bytes that a worker sends, by kind of communication and tier of the network, as in `Step`; if the step was
+    not predicted for a machine, `sent` is empty.
     """
 
     seconds: float
@@ -62,7 +63,7 @@ def traced_s(program: Program) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A kind of communication in a traced step, as means over the workers.
+    """A kind of communication in a traced step; times are averages over the workers.
 
     The communication takes `seconds`, and workers wait for it for `exposed_s`. `win` is the predicted share of the step
     that twice the bandwidth would save. With `at_most`, `win` is an upper bound, because the traced times do not
@@ -103,8 +104,8 @@ def traffic(program: Program) -> list[Traffic]:
 def _bandwidth_shares(program: Program) -> list[float | None]:
     """Return the share of each communication's traced time that grows with its bytes, or None if this is unknown.
 
-    The share comes from a line through the traced times of the same operation in groups of the same kind and size, if
-    the bytes of these communications differ by at least a factor of two.
+    The share comes from a straight line through the traced times of all communications with the same kind, operation
+    and group size, if the bytes of these communications differ by at least a factor of two.
     """
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
@@ -147,7 +148,7 @@ def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
-    """Return the step if each communication takes its time from `seconds`."""
+    """Return the step if communication n takes `seconds[n]`."""
     found = clock([lane.actions for lane in program.lanes], program.orders(), seconds, program.afters())
 
     def walks() -> Iterator[Walk]:
@@ -164,7 +165,7 @@ Walk: TypeAlias = tuple[int, Iterable[tuple[Action, float, float, float]]]
 
 
 def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramStep:
-    """Return a step of `seconds`, as means over the workers of any simulation."""
+    """Return a step that takes `seconds`; its other times are averages over the workers in `walks`."""
     kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
     rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
     workers = program.workers

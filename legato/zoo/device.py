@@ -50,7 +50,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, machine: Machine) -> Device:
-        """Return the GPU of a machine; its tensor cores compute in TF32 at half their speed in 16 bits."""
+        """Return the GPU of a machine; in TF32, its tensor cores compute half as fast as in 16 bits."""
         peak = machine.flops_per_s
         return cls(machine.name, peak / 2, machine.memory_bytes_per_s, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
 

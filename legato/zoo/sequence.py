@@ -1,4 +1,4 @@
-"""The layers of sequence models, on values of shape (length, width). Dropout is left out, as in `image`."""
+"""The layers of sequence models, on values of shape (length, width). Dropout is left out, as in `image.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["attention", "causal_attention", "embedding", "gated", "layer_norm", 
 
 
 def embedding(tokens: Value, name: str, vocabulary: int, width: int, *, weights: int | None = None) -> Value:
-    """Add a lookup of a table's row for every token; `weights` is the index of a table to share.
+    """Add a lookup of a table's row for every token; `weights` is the index of an existing table to use.
 
     The gradient is a dense table, which is the default of the papers' frameworks.
     """
@@ -70,7 +70,7 @@ def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> V
     """Add an LSTM over the whole sequence as one layer, as in cuDNN.
 
     As in MXNet, the layer has four variables: input-to-hidden and hidden-to-hidden weights and biases. `initial` is the
-    value of its first state.
+    value of the state before the first token.
     """
     net, (length, width) = x.net, x.shape
     variables = [

@@ -33,14 +33,14 @@ def scale_compute(workload: Workload, speedup: float) -> Workload:
 
 
 def add_modules(workload: Workload, module: str, count: int) -> Workload:
-    """Return the workload with `count` copies of a module, one after another, added after the module (section 8.5).
+    """Return the workload with a chain of `count` copies of a module inserted after the module (section 8.5).
 
     `module` is the prefix of the names of the module's ops, up to a `/` or `.`. The paper adds 1 to 125 modules to
     Inception-v3: copies of `mixed_35x35x288b`, which is compute-intensive, or of `mixed_17x17x768e`, which is
     network-intensive. A copy has the module's ops, times and tensors. The module's output must have the shape of its
-    input; a workload has no shapes, so this is not checked. Raises `InputError` if there is no such module. The
-    module's forward ops must read exactly one value from outside, and ops outside must read exactly one of its values;
-    otherwise, `InputError` is raised as well.
+    input; a workload has no shapes, so this is not checked. The module's forward ops must read exactly one value from
+    outside, and ops outside must read exactly one of the module's values. Raises `InputError` if the module does not
+    exist or breaks this rule.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")
@@ -126,7 +126,7 @@ def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int
 
 
 def _dependencies(workload: Workload, part: _Module, count: int, copy: int, i: int, dep: int) -> list[tuple[int, int]]:
-    """Return the dependencies that replace the dependency of op `i` on op `dep` in a copy."""
+    """Return what op `i` of a copy depends on, as (copy, id), if op `i` of the workload depends on op `dep`."""
     inside = i in part.forward or i in part.backward
     if not inside:
         return [(count if dep == part.output else 0, dep)]

@@ -85,7 +85,7 @@ def _synthetic_speedups(module: str) -> dict[str, list[float]]:
 
 
 def _ranking(label: str, row: str, gains: dict[str, list[float]]) -> Cell:
-    """Check the ranking of section 8.7, in which neighbours may be equal.
+    """Check the ranking of section 8.7, in which a fabric may be as fast as the next one.
 
     The ranking is ring, multicast with aggregation, butterfly, multicast, and aggregation.
     """

@@ -35,7 +35,7 @@ _BASELINE, _BOTH = "parameter-server", "multicast+aggregation"
 
 
 def _validation() -> Part:
-    """Compute column "Sim" of Table 1; for VGG-16, also with parameters distributed in random order (section 9.4)."""
+    """Compute column "Sim" of Table 1, and again for VGG-16 with parameters pulled in random order (section 9.4)."""
     cells = []
     for model, published in TABLE_1.items():
         for mode in MODES:
@@ -69,7 +69,7 @@ def _random_order(workload: Workload) -> Plan:
 
 
 def _complexity() -> Part:
-    """Compute Table 2 for the zoo's models, without the published sizes and without the auxiliary classifier."""
+    """Compute Table 2 from the zoo's models instead of the published sizes; auxiliary classifiers are left out."""
     cells = []
     for model, (weights, gigabits, flops) in TABLE_2.items():
         network = zoo.model(MODELS[model])
@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Compute the time of two iterations, each from one sum of the first parameter to the next sum (Table 9)."""
+    """Compute the time of two iterations, from one sum of the first parameter to the sum after the next (Table 9)."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:
@@ -177,8 +177,8 @@ def _block() -> Part:
 def _toy() -> Part:
     """Compute Fig. 2: two workers with three ops of 3 s and three parameters of 3 s.
 
-    The switch adds up bytes as they arrive. If a server sends to one worker after the other, the second worker starts
-    later by the time of a parameter, 3 s. With multicast, both start together.
+    The switch adds up bytes as they arrive. If a server sends to one worker after the other, the second worker starts 3
+    s later, which is the time of one parameter. With multicast, both start together.
     """
     gbps, count = 1.0, 3
     nbytes = round(3 * gbps * 1e9 / 8)

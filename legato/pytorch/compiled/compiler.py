@@ -6,8 +6,8 @@ reducer. No piece communicates, and the reducer sends messages only in the plan'
 graphs that cannot be cut change when a message is sent, but never which message is sent (docs/runtime.md, "The same
 order on every rank").
 
-If a forward graph is the whole forward pass and updates may wait, the graph is cut where it first reads the parameters
-of a message. The code before and after a graph of the whole pass reads no parameter.
+If updates may wait until the forward pass, and a forward graph is the whole forward pass, the graph is cut where it
+first reads the parameters of a message. In such a forward pass, all other code reads no parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sender(Protocol):
 
     @property
     def node_order(self) -> tuple[str, ...]:
-        """Return the order in which nodes run, as `graph N/phase/node`; empty for the captured order."""
+        """Return the nodes (`graph N/phase/node`) in the order in which they run, or () for the captured order."""
 
     def messages_of(self, parameter: nn.Parameter) -> Iterable[int]:
         """Return the positions, in the plan, of the messages that carry the parameter's gradient."""
@@ -39,7 +39,7 @@ class Sender(Protocol):
         """Take a gradient that autograd will later add to the parameter's `.grad`."""
 
     def late_message_of(self, parameter: nn.Parameter) -> int:
-        """Return the position of the message for which the parameter may wait in a forward pass, or -1."""
+        """Return the position of the message that a forward pass may have to await for this parameter, or -1."""
 
     def update(self, parameter: nn.Parameter) -> None:
         """Bring the parameter up to date."""
@@ -53,8 +53,8 @@ class GraphCompiler:
 
     `sender_of(parameter)` returns the object that sends a parameter's gradients when a graph runs. `whole_pass(graph)`
     returns whether a graph that dynamo has traced is the model's whole forward pass. `others` has the names of backends
-    whose graphs are left alone: all except `inductor` and `aot_eager`. `ran` lists the forward graphs that have run:
-    the ids of their parameters, or None for a graph that is not the whole pass. The caller empties the list.
+    whose graphs are left alone: all except `inductor` and `aot_eager`. `ran` has an entry for each forward graph that
+    has run: the `id()`s of its parameters, or None if the graph is not the whole pass. The caller empties the list.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def _run_forward(
     whole_pass: bool,
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a forward graph: in pieces if updates may wait, and each piece waits only for the messages that it needs."""
+    """Run a forward graph; if updates may wait, run it in pieces that wait only for the messages that they need."""
     parameters = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
     ran.append({id(p) for p in parameters.values()} if whole_pass else None)
     sender = next((s for p in parameters.values() if (s := sender_of(p)) is not None), None)
@@ -157,7 +157,7 @@ def _run_backward(
     are_tensors: Sequence[bool],
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a backward graph; if the sender of its gradients is known, hand them over piece by piece."""
+    """Run a backward graph; if its gradients have a known sender, hand the sender the gradients of each piece."""
     parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []
@@ -197,7 +197,8 @@ def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.P
 def _parameters(count: int, are_tensors: Sequence[bool]) -> list[nn.Parameter | None]:
     """Return the parameters whose gradients a graph returns. The graph is the node that the backward pass is running.
 
-    The graph returns a value for each input of the forward graph, but autograd knows only the tensors (`are_tensors`).
+    The graph returns a value for each input of the forward graph, but autograd knows only those inputs that are tensors
+    (`are_tensors`).
     """
     node = current_node()
     ends = node.next_functions if node is not None else ()

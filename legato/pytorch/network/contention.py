@@ -1,9 +1,9 @@
 """Measures how messages and computation slow each other down on the machine of each rank (docs/contention.md).
 
 Several messages of one size are launched at once, and the worker computes while they run one after another. The number
-of messages that arrive before the computation ends shows how much each message was delayed. The part of the messages'
-processor time that was lost to computation is one number for all sizes: the median of (additional seconds of
-computation / processor seconds of messages).
+of messages that arrive before the computation ends shows how much each message was delayed. For all sizes, one number
+says how much longer computation takes for each second of processor time that messages use: the median of (additional
+seconds of computation / processor seconds of messages).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MESSAGE = Message((Slice("measured", 0, 4),))
 class Contended(msgspec.Struct, frozen=True):
     """One measurement: seconds on the slowest rank, and processor time averaged over the ranks.
 
-    Computation that takes `alone_s` took `beside_s` while messages of `nbytes` bytes were in flight. Each message took
-    `message_s`, and `processor_s` of processor time.
+    While messages of `nbytes` bytes were in flight, computation took `beside_s` instead of `alone_s`. Each message
+    arrived after `message_s`, and used the processor for `processor_s`.
     """
 
     nbytes: int
@@ -60,7 +60,7 @@ class Contended(msgspec.Struct, frozen=True):
 
     @property
     def lost(self) -> float:
-        """Return the part of the messages' processor time that was lost to computation."""
+        """Return the additional seconds of computation for each second of processor time that messages used."""
         taken_s = self.processor_s * self.beside_s / self.message_s
         return (self.beside_s - self.alone_s) / taken_s if taken_s > 0 else 0.0
 
@@ -102,9 +102,10 @@ def measure_contention(
 ) -> tuple[Contention, float]:
     """Measure messages during `compute()`, on all ranks together. `compute()` should take some milliseconds or more.
 
-    `cluster` has the costs of messages alone; `pack_s_per_byte` is the cost of packing. Returns the contention, which
-    is the same on all ranks, and the seconds of `compute()` alone. The time of `compute()` is the median over
-    repetitions, each timed on its slowest rank, because the other ranks wait for the slowest rank in training.
+    `cluster` has the costs of messages without computation; `pack_s_per_byte` is the cost of packing. Returns the
+    contention, which is the same on all ranks, and the seconds of `compute()` alone. The time of `compute()` is the
+    median over repetitions, each timed on its slowest rank, because the other ranks wait for the slowest rank in
+    training.
     """
     cost = cluster.cost()
     compute()

@@ -187,9 +187,9 @@ def to_workload(
     """Merge recorded steps, which must all be the same, into one iteration.
 
     The duration of an op is its minimum over all steps. If there are `untraced` steps, the durations of each phase are
-    then multiplied by one factor: the phases get the proportions of the minima of the untraced steps, and all ops
-    together add up to the fastest untraced step (see [Note: correction of times]). Each updated parameter gets one
-    optimizer op. Raises `CaptureError` if two steps differ.
+    then multiplied by one factor. After this, the times of the phases are proportional to each phase's shortest
+    untraced time, and all ops together add up to the fastest untraced step (see [Note: correction of times]). Each
+    updated parameter gets one optimizer op. Raises `CaptureError` if two steps differ.
     """
     first = steps[0]
     for step in steps[1:]:

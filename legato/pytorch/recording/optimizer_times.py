@@ -46,7 +46,7 @@ class OptimizerTimes:
         self._notes.append((marks, counts))
 
     def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
-        """Return (parameter, seconds) for the parameters of `updated` that the optimizer has, in its order.
+        """Return (parameter, seconds) for the parameters of `updated` that the optimizer has, in the optimizer's order.
 
         Parameters are indices; `read(start, stop)` returns the seconds between two marks. Time that belongs to no
         parameter is divided among all parameters in proportion to their bytes.
@@ -69,7 +69,7 @@ class OptimizerTimes:
 
 
 def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
-    """Return the arguments of each single op that an op on lists of tensors combines, or an op's own arguments."""
+    """Return, for an op on lists of tensors, the arguments of each single op in it; for others, the op's arguments."""
     columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
     if not columns:
         return [list(arguments)]

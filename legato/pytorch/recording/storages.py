@@ -62,7 +62,7 @@ class Storages:
 
 
 class Owners:
-    """The parameters (owners) to which ranges of memory belong; several owners may share one storage."""
+    """The owners (indices of parameters) of ranges of bytes; the bytes of one storage may have several owners."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages

@@ -62,7 +62,7 @@ def check_step(optimizer: Optimizer) -> None:
 
 
 def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
-    """Encode the content of a STEP command: the current hyper-parameters of all groups, and the `changed` gradients."""
+    """Encode the body of a STEP command: the groups' hyper-parameters, and which gradients have `changed`."""
     groups = []
     for group in optimizer.param_groups:
         groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
@@ -115,7 +115,7 @@ class HeldState:
         self._updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def configure(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Apply the hyper-parameters of all groups. Raises `RankError` if there are more or fewer groups here."""
+        """Apply the hyper-parameters of all groups. Raises `RankError` if the server has more or fewer groups."""
         if len(groups) != len(self._optimizer.param_groups):
             here = len(self._optimizer.param_groups)
             raise RankError(f"the optimizer has {count(len(groups), 'group')} on the workers, {here} on a server")

@@ -65,7 +65,7 @@ def priorities(workload: Workload) -> list[int]:
 
 
 def resolve_collective(cluster: Cluster, collective: str | None) -> str:
-    """Return this collective, or the cluster's default for None; raise `InputError` if the cluster lacks it."""
+    """Return this collective, or the cluster's default if None; raise `InputError` if the cluster does not have it."""
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
@@ -89,7 +89,7 @@ def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
 
 
 def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
-    """Raise `TooLargeError`, which names `option`, if partitions of `nbytes` bytes are too many for a plan."""
+    """Raise `TooLargeError` about `option` if partitions of `nbytes` bytes make too many messages for a plan."""
     if nbytes == math.inf:
         return
     nbytes = int(nbytes)
@@ -99,7 +99,7 @@ def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
 
 
 def message_limit(max_message_bytes: int | None) -> float:
-    """Return how many bytes a message of several tensors may have at most: for None, any number.
+    """Return the most bytes that a message of several tensors may have; None means no limit.
 
     Raises `InputError` if the limit is below 16 bytes, since some tensors could then not be partitioned.
     """
@@ -157,7 +157,7 @@ def gathers_what_it_scatters(plan: Plan) -> bool:
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
-    """Return whether the plan has an order of ops in which only optimizer ops move."""
+    """Return whether the plan has an order of ops, and all other ops than optimizer ops are in the captured order."""
     return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 
@@ -189,7 +189,7 @@ def _without_updates(op_order: Iterable[int], workload: Workload) -> list[int]:
 
 
 def with_node_order(plan: Plan, workload: Workload) -> Plan:
-    """Return the plan; if the runtime has to reorder nodes of graphs, add the names of the nodes in the new order."""
+    """Return the plan; if it can run and reorders nodes of graphs, add the names of the nodes in the new order."""
     nodes = [i for i in plan.op_order if workload.ops[i].graph]
     if nodes == [i for i in workload.iteration_order() if workload.ops[i].graph] or not is_runnable(plan, workload):
         return plan

@@ -64,7 +64,7 @@ def with_sharded_updates(workload: Workload, workers: int) -> Workload:
 
 
 def without_updates(workload: Workload) -> Workload:
-    """Return the workload without its optimizer ops, as if forward ops read what the network delivers."""
+    """Return the workload without its optimizer ops, so that forward ops wait for messages instead of updates."""
     kept = len(workload.ops) - len(workload.phase_ops("optimizer"))  # optimizer ops come last
     tensors = (
         msgspec.structs.replace(tensor, readers=tuple(r for r in tensor.readers if r < kept))

@@ -19,13 +19,13 @@ Sends = Literal["all_reduces", "pairs", "halves"]
 
 
 def check_sends(sends: Sends) -> None:
-    """Raise `InputError` on an unknown setting, since a bound for it would hold for no plan."""
+    """Raise `InputError` on an unknown `sends`, since the bound would hold for no plan."""
     if sends not in get_args(Sends):
         raise unknown_name("sends", sends, get_args(Sends))
 
 
 class PlanKind(NamedTuple):
-    """A kind of plans, as the arguments with which `lower_bound` gives a bound for such plans."""
+    """A kind of plans; its fields are arguments of `lower_bound`, which then returns a bound for plans of this kind."""
 
     order: Order
     sends: Sends

@@ -121,9 +121,9 @@ def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
 def threshold_bytes(cost: LinearCost) -> float:
     """Return the least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
-    The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is at the floor of
-    the cost, the result is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is the line
-    through them.
+    The result is 0 if startup costs nothing, and infinite if only startup costs anything. If f(x) is the least cost of
+    a message (its floor), the result is (1.6 floor - alpha) / (2 beta). For a cost that follows measured sizes, f is
+    the line through them.
     """
     cost = cost.line
     if cost.startup_s == 0:
@@ -179,8 +179,8 @@ def batches(
 def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
     """Return the cheapest number of chunks for a message: at most `MAX_DEPTH`, with `threshold` or more bytes each.
 
-    The result is 1 if the cost of more chunks is unknown, because the cluster was measured at no other depth or the
-    collective cannot be pipelined.
+    The result is 1 if the cluster has no cost for more chunks, because it was measured at no other depth, or because
+    the collective cannot be pipelined.
     """
     return min(
         (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
@@ -211,7 +211,7 @@ def _scheduled(
 
 
 class Packing(NamedTuple):
-    """The order in which messages (indices) are sent, and the most seconds that they add to the computation."""
+    """The order in which messages (indices) are sent, and an upper bound on the time that they add to the iteration."""
 
     order: list[int]
     added_s: float
@@ -317,7 +317,7 @@ class _Pass:
             self.widest_s.insert(b, self.widest_s[b])
 
     def _find(self, moment_s: float) -> tuple[int, int]:
-        """Return the position (block, index) of the first interval at or after this time.
+        """Return the position (block, index) of the first interval that begins at or after this time.
 
         If the block has no such interval, the index is the number of its intervals.
         """

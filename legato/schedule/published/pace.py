@@ -24,9 +24,9 @@ The recursion for R groups tries every first group of a chain,
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
 and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer for the
-rest, so the maximum is where the two sizes cross, and the crossing moves to the right as i grows. So one search for
-rising values in a rising sequence fills a row of the table, in O(N R) where the recursion takes O(N^2 R). The groups
-are the same.
+rest, so the maximum is at the k where the two sizes cross. This k grows with i, so one search for sorted values in a
+sorted sequence fills a row of the table. All rows take O(N R), where the recursion takes O(N^2 R). The groups are the
+same.
 
 Deviations:
 - `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"
@@ -42,8 +42,9 @@ Deviations:
   Equation 1 has no constant, and without a constant, fusion never helps.
 - For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
   tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
-  no larger R can be better, because all communication is already hidden or R startup times take longer. The search also
-  stops when the table has 2^27 entries, for example at 1,342 groups of 100,000 tensors.
+  no larger R can be better, because computation already hides all communication, or because R startup times make the
+  iteration longer. The search also stops when the table has 2^27 entries, for example at 1,342 groups of 100,000
+  tensors.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def pace(
 ) -> Plan:
     """Return a plan that sends each piece of the optimal preemptive schedule as one message, with forward overlap.
 
-    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without `fusion`, the tensors are scheduled
-    as they are (only section IV). Pieces of more than `max_message_bytes` are divided. Raises `InputError` if the
-    compute setting is unknown, the limit is below 16 bytes, or the cluster lacks the collective.
+    For N tensors, computing a schedule takes O(N log N), and fusing the tensors into up to R groups takes O(N R).
+    Without `fusion`, the tensors are scheduled as they are (only section IV). Pieces of more than `max_message_bytes`
+    are divided. Raises `InputError` if the compute setting is unknown, the limit is below 16 bytes, or the cluster
+    lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
@@ -142,7 +144,7 @@ class Chain:
     def fused(self, ends: Sequence[int]) -> Chain:
         """Return the chain of groups with these ends.
 
-        A group is ready when its last tensor is, and as urgent as its most urgent tensor.
+        A group is ready when its last tensor is ready, and its tail is the longest tail of its tensors.
         """
         begins = [0, *ends[:-1]]
         return Chain(
@@ -182,7 +184,7 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
 
 
 def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for R = 1, 2, ..., N, where R groups of neighbours end if the smallest group is as large as possible."""
+    """Yield, for R = 1, ..., N, the ends of the R groups of neighbours whose smallest group is as large as possible."""
     count = len(nbytes)
     sums = [*accumulate(nbytes, initial=0)]
     upto = np.array(sums, dtype=np.int64 if sums[-1] < 2**63 else object)
@@ -199,7 +201,7 @@ def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-    """Return MaxMinSize(., R), given MaxMinSize(., R - 1), and where the first of the R groups ends."""
+    """Return, for all i, MaxMinSize(i, R) and the end of the first of R groups; `least` has MaxMinSize(i, R - 1)."""
     last = len(least) - 1  # the latest end of the first group
     before, starts = upto[:last], np.arange(last)
     # The shortest first group that is no smaller than the smallest group of the rest.
@@ -213,7 +215,7 @@ def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[An
 def _partition(
     groups: Sequence[Joined], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
 ) -> list[tuple[Slice, ...]]:
-    """Return the slices of each piece, which gets the same share of its group's bytes as of the group's time."""
+    """Return the slices of each piece; its share of its group's bytes equals its share of its group's time."""
     last = {i: k for k, (i, _, _) in enumerate(pieces)}
     busy, sent = [0.0] * len(groups), [0] * len(groups)
     messages = []

@@ -28,7 +28,7 @@ class CheapestCollective(NamedTuple):
     def seconds(self, nbytes: int) -> float:
         """Return the seconds of a message with the cheapest choice.
 
-        A message above `most` bytes is sent as full messages and, if there is a rest, one more.
+        A message above `most` bytes is sent as messages of `most` bytes, and one smaller message if bytes are left.
         """
         if self.most < math.inf:
             full, rest = divmod(nbytes, self.most)
@@ -57,7 +57,7 @@ class Collectives:
         terms = [(cost.alpha_s, cost.beta_s_per_byte, cost.floor_s) for cost in costs]
 
         def beaten(k: int) -> bool:
-            """Return whether another collective and depth costs no more at any size."""
+            """Return whether some other collective and depth is at least as cheap at every size."""
             return any(
                 not costs[i].points
                 and not costs[k].points
@@ -77,7 +77,7 @@ class Collectives:
         return self if len(kept) == len(self.names) else Collectives(self.cluster, kept, self.most) if kept else None
 
     def way(self, nbytes: int, kind: Kind = "all_reduce") -> tuple[str, int]:
-        """Return the cheapest collective and depth for a message, also if the cost of chunks comes from a formula."""
+        """Return the cheapest collective and depth for a message; the cost of chunks may be measured or a formula."""
         if kind != "all_reduce" and self.halved is not None and self.halved is not self:
             return self.halved.way(nbytes)
         if not self._priced_by_depth:

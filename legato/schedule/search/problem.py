@@ -22,7 +22,7 @@ _log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of `legato`, where they are documented, and values that follow from them."""
+    """The arguments of the scheduler `legato`, which documents them, and values derived from the arguments."""
 
     workload: Workload
     cluster: Cluster

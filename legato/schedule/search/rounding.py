@@ -1,13 +1,14 @@
 """The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
 Idea: a wire format stores a value in two bytes instead of four. A wire format halves the cost of a message, but rounds
-its gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans with
-everything rounded shows which time is possible. Then messages become exact again, while the iteration takes at most
-`TOLERANCE` longer than this time. torch's compression hooks round everything, which is `all-bf16` and `all-fp16` here.
+its gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans, each
+with everything exact or everything rounded, shows how short an iteration can be. Then messages become exact again, as
+long as the iteration takes at most `TOLERANCE` longer than the shortest one. torch's compression hooks round
+everything, which is `all-bf16` and `all-fp16` here.
 
 If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
-times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also plans
-messages for some choices of exact tensors.
+times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also makes
+plans that keep these exact tensors and the rounded tensors in separate messages.
 
 The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
 first, and the last first. If an exact message makes the iteration too long, the message is not tried again with more
@@ -89,10 +90,10 @@ def rounded(
 
     The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans with everything exact or
     everything rounded. If several plans round equally many bytes, the fastest plan is returned, or the first of equally
-    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns more plans
-    for a given length of the iteration. With `divide`, all-reduces may be divided. If a plan already has some messages
-    in a wire format, its other messages become exact first. If `rounding` rounds all messages, the fastest plan with
-    everything rounded is returned.
+    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns more
+    plans, given the time that an iteration may take. With `divide`, all-reduces may be divided. If a plan already has
+    some messages in a wire format, one of the attempts makes its other messages exact first. If `rounding` rounds all
+    messages, the fastest plan with everything rounded is returned.
     """
     wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 
@@ -132,12 +133,13 @@ def _limit_s(starts: Sequence[tuple[_Formats, frozenset[int], float]]) -> float:
 def exact_shares(
     workload: Workload, cluster: Cluster, limit_s: float, order: Callable[[float, float, int], float]
 ) -> list[float]:
-    """Return the share of each tensor's bytes that is exact if as many bytes as possible are exact (no startup times).
+    """Return each tensor's share of exact bytes if as many bytes as possible are exact and startup costs nothing.
 
     With preemption, all tensors arrive in time for an iteration of `limit_s` if, for all x and y, the tensors with
     release times of at least x and tails of at least y need at most limit_s - x - y (Horn, 1974). The amounts that can
-    be exact then form a polymatroid: if each tensor in turn gets as much as there is room for, the sum is the largest
-    possible one, whatever the order. `order(release_s, tail_s, nbytes)` is a sort key for this order.
+    be exact then form a polymatroid: if the tensors, one after another, each become exact as far as the time allows,
+    the sum is the largest possible one, whatever their order. `order(release_s, tail_s, nbytes)` is a sort key for this
+    order.
     """
     times, slope = heads_tails(workload, "one", "captured"), cheapest_line(cluster, workload.nbytes).beta_s_per_byte
     half_s = np.array([tensor.nbytes for tensor in workload.tensors]) * slope / 2
@@ -228,9 +230,9 @@ def _events(plan: Plan, workload: Workload) -> int:
 
 
 def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
-    """Return units of messages (indices) that share a format: an all-reduce, or the two halves of one.
+    """Return units of messages (indices) that share a format: one all-reduce, or the two halves of an all-reduce.
 
-    If any half has no counterpart, all halves are one unit.
+    If any half has no other half with the same slices, all halves form one unit.
     """
     halves: dict[frozenset[Slice], list[int]] = {}
     for i, message in enumerate(messages):
@@ -243,7 +245,7 @@ def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
 
 
 def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Budget) -> frozenset[int]:
-    """Return the largest set of units (by bytes) found that can be exact, including the units of `start`."""
+    """Return units that can be exact together, including `start`: the set with most bytes that was found."""
     left = sorted(formats.every - start)
     by_size = sorted(left, key=formats.nbytes.__getitem__, reverse=True)
     meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)
@@ -268,7 +270,7 @@ def _greedy(
 
 
 class _Cut(NamedTuple):
-    """A cut of message i of a plan: its first or last `nbytes` bytes (up to ALIGNMENT less) become an exact message."""
+    """A cut of message i of a plan: about `nbytes` bytes at its beginning or end become an exact message."""
 
     i: int
     nbytes: int
@@ -287,9 +289,9 @@ class _Cut(NamedTuple):
 
 
 def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Slice, ...]]:
-    """Yield the slices before byte `at` of a message, then the slices after it, cut at the nearest allowed offset.
+    """Yield the slices of a message before byte `at`, and then the slices after it.
 
-    The offset is rounded up if `up`, and down otherwise.
+    The cut is at an offset that the alignment allows: `at` rounded up if `up`, and rounded down otherwise.
     """
     starts = list(accumulate((piece.nbytes for piece in slices), initial=0))
     k = bisect_right(starts, at) - 1

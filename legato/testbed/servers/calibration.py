@@ -1,9 +1,10 @@
 """Measure the cost of pushes and pulls between the ranks' hosts, with legato's runtime as in training.
 
 The calibration trains models of equal tensors without computation. Without computation, an iteration consists of all
-pushes, the servers' turn, and all pulls, and all workers start it together. The slowest links are the links of servers,
-or the links of workers if there are more servers than workers. The messages and bytes on the slowest links are known,
-and a linear fit gives the cost of a message, a byte and a turn.
+pushes, the servers' turn (from the last gradient to the first value), and all pulls. All workers start an iteration
+together. The slowest links are the links of servers, or the links of workers if there are more servers than workers.
+The numbers of messages and bytes on the slowest links are known, so a linear fit gives the time of a message, of a byte
+and of the servers' turn.
 """
 
 from __future__ import annotations

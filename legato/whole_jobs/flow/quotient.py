@@ -26,11 +26,12 @@ _ROUNDING = 1e-9
 class Quotient:
     """A program on a network, with one worker, group and link for each class of equal workers, groups and links.
 
-    For each kind (`worker`, `group`, `link`), `standing` has the number of each class's representative. For each class
-    of groups, `links` has the classes of links that can be full, with the number of connections that all groups of the
-    class have on one such link. Groups are numbered across all communications: communication n has the groups
-    `found[number_of[n]]`, and the first of these has the number `first[number_of[n]]`. Communications with the same
-    `order_of` run in the order in which they are started. Without `alike`, every worker is in a class of one worker.
+    For each kind (`worker`, `group`, `link`), `standing` has the numbers of the representatives, one for each class.
+    For each class of groups, `links` has the classes of links that can be full, and how many connections the groups of
+    the class have together on one such link. Groups are numbered across all communications: `found[number_of[n]]` has
+    the connections of communication n, and the first group of communication n has the number `first[number_of[n]]`.
+    Communications with the same `order_of` run in the order in which they are started. With `alike=False`, every worker
+    has a class of its own.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
@@ -97,9 +98,9 @@ class Quotient:
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
         """Return only the links that can limit a rate, because all other links would only cost time.
 
-        Each group has one flow at a time, and this flow is fastest on an idle network. A link that has room for all of
-        its flows at these fastest rates is never full. Of several links with the same use, one is enough. Disturbed
-        links are always kept.
+        Each group has one flow at a time, whose rate is highest if no other group sends. A link that has room for all
+        its flows at their highest rates is never full. Of several links that the same groups use equally, one is kept.
+        Disturbed links are always kept.
         """
         alone = {
             group: min(1 / (weight * self.s_per_byte[link]) for link, weight in own.items())

@@ -41,7 +41,7 @@ _SEQUENCE = 8192
 
 
 def model_of(path: Path, changes: dict[str, Any]) -> LanguageModel:
-    """Return the shape in a file, with `changes` to its numbers.
+    """Return the shape of the model in a file, with the numbers in `changes` instead of the file's.
 
     Raises `FileError` if the file has no configuration, and `InputError` if numbers are missing or `LanguageModel`
     refuses them.

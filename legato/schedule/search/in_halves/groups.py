@@ -46,7 +46,7 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
 
 
 def groups_between(workload: Workload, tensors: Sequence[int], cuts: Sequence[int], partition: bool) -> Groups:
-    """Lay these tensors end to end, divide them near these cuts, and return the groups.
+    """Lay these tensors end to end, divide their bytes near the offsets `cuts`, and return the groups.
 
     Each cut moves to a nearby possible offset: without `partition`, to the nearest border of a tensor. A group may be
     empty.

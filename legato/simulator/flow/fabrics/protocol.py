@@ -2,9 +2,10 @@
 
 A fabric describes how gradients become sums (`reduce`) and how sums reach all workers (`distribute`), by adding
 transfers to a graph; it does not compute times. `reduce` and `distribute` take and return arrays of ids of services,
-with one row per fragment. `ready[m, r]` ends when worker r may send fragment m. `held[m, ...]` ends when the sum, or
-the part of the sum that a worker or server holds, is complete. The services that `distribute` returns end when worker r
-has the whole sum. The first axis of every array for the topology counts the fragments.
+with one row per fragment. Service `ready[m, r]` ends when worker r may send fragment m. Service `held[m, ...]` ends
+when the sum of fragment m is complete, or the part of this sum that a worker or server holds. `distribute` returns a
+service for each fragment and worker, which ends when the worker has the whole sum of the fragment. Arrays that are
+passed to the topology have one row per fragment, too.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Fabric(Protocol):
     def in_flight(self) -> int | None: ...
 
     def host_shape(self, network: Network) -> HostShape:
-        """Return how workers share hosts and network cards: as the network says, except for hierarchical fabrics."""
+        """Return how workers share hosts and network cards; only hierarchical fabrics differ from the network."""
         ...
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether the network looks the same to the fabric from every worker, if all workers compute alike."""
+        """Return whether every worker sends alike over equal links in this fabric, if all workers compute alike."""
         ...
 
     def simulated(self, network: Network) -> int:
@@ -55,9 +56,9 @@ class Fabric(Protocol):
         ...
 
     def services(self, network: Network) -> tuple[int, int]:
-        """Return the least number of services on links to reduce a fragment, and to distribute its sum.
+        """Return the least numbers of services on links: to reduce a fragment, and to distribute its sum.
 
-        A transfer is two services. A simulation that is too large is refused by this number, before its graph is built.
+        A transfer is two services. These numbers show that a simulation is too large before its graph is built.
         """
         ...
 
