@@ -235,7 +235,7 @@ class _Rules:
             )
 
     def lane(self) -> list[Action]:
-        """Return the actions of the compute stream, with each collective's start at its earliest possible place."""
+        """Return the actions of the compute stream, and the start of each collective at the earliest possible point."""
         starts: dict[int, list[Start]] = defaultdict(list)
         for one in self.collectives:
             starts[one.place] += [Start(one.number)] if one.line != "issue" else []
@@ -410,7 +410,7 @@ class _Rules:
     # Work in both passes
 
     def _gather(self, k: int) -> None:
-        """Issue the gather of a group, unless it is pending or not needed."""
+        """Issue the gather of a group, unless the gather is pending or not needed."""
         group, state = self.groups[k], self.state[k]
         if state.pending is not None or state.unsharded:
             return

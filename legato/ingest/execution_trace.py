@@ -1,13 +1,13 @@
 """Import PyTorch execution traces (`ExecutionTraceObserver`) with profiler traces of the same step.
 
-The profiler trace has the times. The execution trace says which tensors each operator reads and writes, and so gives
-the ops their real dependencies. The profiler's `Record function id` equals the `rf_id` of the execution trace, so
-operators of the two traces are matched by this id. Older profilers do not write this id (their `External id` counts
-something else). For traces of older profilers, operators are matched by their order.
+The profiler trace has the times of operators. The execution trace says which tensors each operator reads and writes,
+and so gives the ops their real dependencies. The profiler's `Record function id` equals the `rf_id` of the execution
+trace, so operators of the two traces are matched by this id. Older profilers do not write this id (their `External id`
+counts something else). For traces of older profilers, operators are matched by their order.
 
 [Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. An operator
 writes the storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment
-because they share a storage. If another storage reuses the same memory, the only effect can be a dependency on an
+because they share a storage. If a later storage uses the same memory, an op may get an additional dependency on an
 earlier op, which costs nothing within one stream.
 """
 

@@ -140,6 +140,6 @@ def title_of(path: Path) -> str:
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    """Return text from a file as an error can quote it: printable, on one line, at most `limit` characters."""
+    """Return text from a file for an error message: printable, on one line, with at most `limit` characters."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= limit else f"{clean[: limit - 3]}..."

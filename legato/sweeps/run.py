@@ -65,7 +65,7 @@ def outcomes(
 ) -> dict[str, Outcome]:
     """Return the outcomes of cells by key, from the journal or from `run(cell, input of the cell)`.
 
-    The other arguments, and errors, are as in `sweep`.
+    The other arguments and the errors are the same as in `sweep`.
     """
     if fidelity != "formulas":
         import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed

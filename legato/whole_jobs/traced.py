@@ -142,7 +142,7 @@ def _shapes(groups: Sequence[Sequence[int]], machine: Machine) -> set[WorkerGrou
 
 
 def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -> Cost:
-    """Return the cost of a communication in its slowest group; `shapes` are the shapes of its groups."""
+    """Return the cost of a communication in its slowest group; `shapes` are the sizes and hosts of its groups."""
     costs = (price(one.kind, one.operation, machine, shape, one.nbytes) for shape in shapes)
     return max(costs, key=lambda cost: cost.total_s)
 
@@ -186,8 +186,9 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
 def repeated(program: Program, workers: int) -> Program:
     """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
 
-    Every copy computes the same as the original program, and its workers send as many bytes. Raises `InputError` if
-    `workers` is no multiple of the program's workers, or if nothing in the program is of the kind `data`.
+    Every copy computes the same as the original program, and its communications have the same `nbytes`. Raises
+    `InputError` if `workers` is no multiple of the program's workers, or if nothing in the program is of the kind
+    `data`.
     """
     own = program.workers
     copies, rest = divmod(workers, own)

@@ -132,7 +132,8 @@ def _first_reads(
 ) -> tuple[tuple[int, ...], list[list[nn.Parameter]]]:
     """Return where to cut a forward graph, and the parameters that each piece reads first.
 
-    There is a cut before the first read of a message, unless a parameter of a later message has been read before.
+    There is a cut before the first read of a message's parameters, unless a parameter of a later message has been read
+    before.
     """
     place = {node: i for i, node in enumerate(graph.in_order(sender.node_order))}
     reads = []

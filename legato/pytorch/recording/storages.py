@@ -1,4 +1,4 @@
-"""Finds dependencies between ops by the last writer and the readers of every storage, and parameters by byte range."""
+"""Finds dependencies between ops (by the last writer and the readers of a storage), and parameters (by byte range)."""
 
 from __future__ import annotations
 

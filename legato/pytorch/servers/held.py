@@ -147,7 +147,7 @@ class HeldState:
             flat.add_(gradient.to(flat.device))
 
     def update(self, shards: Sequence[Shard]) -> None:
-        """Let the optimizer step these shards only."""
+        """Let the optimizer update only these shards."""
         chosen = [self.parameters[shard.index] for shard in shards]
         chosen = [p for p in chosen if id(p) in self._updated]
         if chosen:

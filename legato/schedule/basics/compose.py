@@ -49,7 +49,7 @@ def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
 
 
 def tails(workload: Workload, order: Sequence[int]) -> list[float]:
-    """Return, by tensor, the seconds of computation from the first op that reads it to the end; 0 if none reads it."""
+    """Return, by tensor, the seconds of computation from the first op that reads it to the last op; 0 if none does."""
     backwards = order[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]

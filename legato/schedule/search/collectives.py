@@ -45,10 +45,10 @@ class CheapestCollective(NamedTuple):
 
 
 class Collectives:
-    """The collectives that a message of a cluster can use, and how long each message takes with the cheapest one."""
+    """The collectives that messages on a cluster can use, and how long a message takes with the cheapest one."""
 
     def __init__(self, cluster: Cluster, names: Sequence[str], most: float) -> None:
-        """Allow the collectives `names` in messages of up to `most` bytes."""
+        """Let messages of up to `most` bytes use the collectives `names`."""
         self.cluster, self.names, self.most = cluster, names, most
         # Whether the cost of chunks comes from a formula instead of a measurement.
         self._priced_by_depth = cluster.reduce_s_per_byte > 0 and not cluster.depths
@@ -86,7 +86,7 @@ class Collectives:
         return min(ways, key=lambda way: (message_s(self.cluster, way[0], way[1], nbytes), way[1]))
 
     def _half_s(self, nbytes: int) -> float:
-        """Return the seconds of one half of a message, which is the mean of both halves."""
+        """Return half of the seconds of a message, which is the mean of its reduce-scatter and its all-gather."""
         lines = (self.halved or self).lines
         if nbytes > self.most:
             return lines.seconds(nbytes) / 2

@@ -210,7 +210,7 @@ class _Formats:
         return sum(self.nbytes[u] for u in units)
 
     def fastest(self, budget: Budget) -> tuple[frozenset[int], float]:
-        """Return the exact units of the fastest choice of formats, and its seconds."""
+        """Return the exact units of the fastest choice of formats, and the seconds of an iteration with this choice."""
         nothing: frozenset[int] = frozenset()
         exact, seconds = min(
             ((e, self.seconds(e, budget)) for e in (self.every, nothing)), key=lambda choice: choice[1]

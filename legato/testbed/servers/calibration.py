@@ -34,7 +34,7 @@ _COPY_BYTES = 1 << 23
 
 
 class Calibrated(msgspec.Struct, frozen=True):
-    """The costs, and the relative error of predictions with these costs (median over the sizes)."""
+    """The costs of pushes and pulls, and the relative error of predictions with these costs (median over the sizes)."""
 
     costs: ServerCosts
     fit_error: float

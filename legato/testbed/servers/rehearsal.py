@@ -31,7 +31,7 @@ __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "
 
 
 class ServerTask(msgspec.Struct, frozen=True):
-    """The task of the ranks; at least `iterations` iterations of each order are timed.
+    """The task of a rehearsal; at least `iterations` iterations of each order of pulls are timed.
 
     With a `ratio`, computation is scaled: all pushes and pulls together take `ratio` times as long as the scaled
     computation, if they do not overlap. With `agents`, training also runs with each order while the agents infer; the

@@ -96,7 +96,7 @@ class Quotient:
         return result
 
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """Return only the links that can limit a rate, because all other links would only cost time.
+        """Return only the links that can limit a rate, because all others would only make the simulation slower.
 
         Each group has one flow at a time, whose rate is highest if no other group sends. A link that has room for all
         its flows at their highest rates is never full. Of several links that the same groups use equally, one is kept.
