@@ -113,7 +113,7 @@ def caramel(  # noqa: PLR0913
 
 
 def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
-    """Return the tensors in the order in which gradients become ready; of equal ones, the workload's first comes first."""
+    """Return the tensors in the order in which gradients become ready; equal ones stay in the workload's order."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
 
