@@ -1,4 +1,4 @@
-"""Write pages that show workloads, plans, timelines and results. Values of one job are drawn together."""
+"""Write pages that show workloads, plans, timelines and results. Values about the same job are drawn together."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Given(NamedTuple):
         return next(iter(self.of(kind)), None)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return the timelines, each after its baseline.
+        """Return the timelines, each after the baseline that it contains, if any.
 
         If several timelines have the same name and source, the names of their files are added.
         """
@@ -160,7 +160,7 @@ def _renamed(timeline: Timeline, name: str) -> Timeline:
 
 
 def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
-    """Return the table of jobs on one network, or nothing if the timelines show plans of one job."""
+    """Return a table of jobs on one network, or of one job's GPUs; nothing if the timelines show plans of one job."""
     rows = [
         (
             shorten(t.name, 60),
@@ -181,7 +181,7 @@ def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Ti
 
 
 def _planned(model: ModelReport, workload: Workload, cluster: Cluster, say: Callable[[str], object]) -> ModelReport:
-    """Return the report with plans made for its workload, and a recommendation by their predictions."""
+    """Return the report with plans made for its workload, and the recommendation that follows from the predictions."""
     ddp, merged, ours = found = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen = best(found)
     if chosen is ddp:

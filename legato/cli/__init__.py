@@ -1,4 +1,4 @@
-"""The command line: one file per verb. `commands` lists the verbs, `options` has shared options, `output` prints."""
+"""The command line: one file per verb. `commands` lists verbs, `options` has shared options, `output` prints text."""
 
 from __future__ import annotations
 

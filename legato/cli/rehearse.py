@@ -102,10 +102,10 @@ def rehearse(
 ) -> None:
     """Run plans on this machine over real TCP on shaped links, with emulated computation.
 
-    Every worker and server runs in its own network namespace, which needs no root and is removed at the end. For
-    comparison, DDP is always measured as well. With parameter servers, plans are orders of pulls, and a random order is
-    measured instead of DDP. With --shard or --wire, plans are measured with and without the option. DDP is then also
-    measured with torch's ZeroRedundancyOptimizer or compression hook.
+    Every worker and server runs in its own network namespace. The command needs no root, and removes the namespaces at
+    the end. For comparison, DDP is always measured as well. With parameter servers, a plan is an order of pulls, and a
+    random order is measured instead of DDP. With --shard or --wire, plans are measured with and without the option. DDP
+    is then also measured with torch's ZeroRedundancyOptimizer or compression hook.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -137,10 +137,11 @@ def verify(
     trials: Trials,
     results: Results,
 ) -> None:
-    """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
+    """Run plans on your own cluster, with emulated computation, and compare the measurements with predictions.
 
-    Start it with torchrun, on the same machines and with the same number of processes as the training. DDP is always
-    measured for comparison. Predictions use the file of --cluster; without a file, the network is calibrated first.
+    Start this command with torchrun, on the same machines and with the same number of processes as the training. DDP is
+    always measured for comparison. Predictions use the file of --cluster; without a file, the network is calibrated
+    first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """
@@ -190,7 +191,7 @@ def _rehearse_servers(
 
 
 def _prepare(results: Results) -> None:
-    """Make the output folder, and check that the page can be written, before minutes of work."""
+    """Make the output folder, and check that the page can be written, because measuring then takes minutes."""
     if results.output is not None:
         make_folder(results.output)
     check_file("report", results.report, ".html")  # the page may be in the folder
@@ -214,7 +215,7 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
-    """Print the measurements; write them to the folder and the page, if asked. `network` describes the network."""
+    """Print the measurements, and write them to the folder and page in `results`. `network` describes the network."""
     from legato.reports.model import Report, save
     from legato.reports.schedulers import best_of, entries, headline
 

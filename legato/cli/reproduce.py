@@ -27,8 +27,8 @@ def reproduce(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write the figures to this folder, one page per paper; or one paper's figures to this .svg or .pdf "
-            "file (the files of further figures are numbered).",
+            help="A folder: write the figures there, one page per paper. A .svg or .pdf file: write one paper's figures"
+            " there (the files of further figures are numbered).",
         ),
     ] = None,
     json: Json = False,

@@ -32,7 +32,7 @@ _STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 @dataclass(frozen=True)
 class Estimate(Computes):
-    """The options about the device, and how long it computes."""
+    """The options about the device, and about the time that it computes."""
 
     batch_size: int | None = setting(
         None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"

@@ -34,7 +34,7 @@ Bar = tuple[str, Mapping[str, float], str]
 
 
 def draw_bars(bars: Sequence[Bar], title: str) -> str:
-    """Return the bars below each other on one time axis, each below its name; of many bars, only the first."""
+    """Return bars below each other on one time axis, each below its name; if there are many, draw only the first."""
     shown = bars[:_MOST_BARS]
     longest = max((sum(parts.values()) for _, parts, _ in shown), default=0.0) or 1.0
     kinds = list(dict.fromkeys(kind for _, parts, _ in shown for kind in parts if parts[kind] > 1e-9 * longest))

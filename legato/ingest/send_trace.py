@@ -1,9 +1,9 @@
 """Read and write the five-column send trace of the Network Operator Edition (section 5).
 
 A send trace is a CSV file with the header `time_s,parameter,size_bytes,source,destination`. A row has the time when a
-parameter was ready to be queued on the network, the name of its edge, its size, and the two devices. Sends from workers
-to parameter servers form the aggregation trace, and sends from servers to workers form the distribution trace. The two
-kinds of traces may be in one file or in several.
+parameter was ready to be queued on the network, the parameter's name (an edge of TensorFlow's graph), its size, and the
+two devices. Sends from workers to parameter servers form the aggregation trace, and sends from servers to workers form
+the distribution trace. The two kinds of traces may be in one file or in several.
 
 As in the paper, the times of an aggregation trace are relative to its first event, so the backward time of the first
 gradient is missing. Only the order of the distribution trace counts, because its times depend on the network. `after`
@@ -123,7 +123,7 @@ def import_send_trace(
 
 
 def _worker(path: Path, sends: list[Send], wanted: str | None) -> str:
-    """Return the worker `wanted`, or if that is None, the first worker that sends to a server."""
+    """Return `wanted`, after checking that it sends to a server; if it is None, return the first worker that does."""
     workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
     if not workers:
         raise FileError(

@@ -5,10 +5,10 @@ Wrappers do not appear in the names of parameters. So a plan, a workload or a ch
 all other forms. `named_parameters` makes all names.
 
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
-parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). Once a parameter
-was replaced, cast or moved, all passes are left to DDP, so that the results are DDP's. Before each forward pass, all
-parameters and the dictionaries of all modules are compared with their first state. The comparison takes some tens of
-microseconds.
+parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). When a parameter
+has been replaced, cast or moved, all passes are left to DDP, so that the results are DDP's. Before each forward pass,
+all parameters and the dictionaries of all modules are compared with their first state. The comparison takes some tens
+of microseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ __all__ = ["ModuleFingerprint", "named_modules", "named_parameters", "sparse_par
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model and its submodules by the names that they have without wrappers; the model's own name is "".
 
-    A wrapper (`torch.compile`, `DistributedDataParallel`) is left out: its name belongs to the module that it wraps.
+    A wrapper (`torch.compile`, `DistributedDataParallel`) is left out, and its name becomes the name of the wrapped
+    module.
     """
     return dict(_without_wrappers(model).values())
 
@@ -56,7 +57,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Return, by torch's name of each module, the module's name without wrappers and the module."""
+    """Return a dictionary from torch's name of each module to the module's name without wrappers, and the module."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for full, module in model.named_modules():
         parent, _, leaf = full.rpartition(".")

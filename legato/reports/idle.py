@@ -56,11 +56,12 @@ def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
 
 
 def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float, dict[str | None, float]]]:
-    """Return (start, end, seconds by message) of every gap; the key None has time without a message in flight.
+    """Return (start, end, seconds by message) of every gap; under None are the seconds without a message in flight.
 
-    If a message ends when the gap ends, it causes all of the gap during which messages are in flight. (Of several such
-    messages, the cause is the one that started last.) Otherwise, each moment is divided equally among the messages in
-    flight. The rest of a gap is not communication: in a measured timeline, the host was late with the next op.
+    If a message ends when the gap ends, it is the cause of all the time in the gap with a message in flight. (If
+    several messages end then, the cause is the one that started last.) Otherwise, each moment is divided equally among
+    the messages in flight. The rest of a gap is not communication: in a measured timeline, the host was late with the
+    next op.
     """
     messages = [s for s in timeline.spans if s.worker == worker and s.kind == "message"]
     messages.sort(key=lambda span: span.start_s)
@@ -106,7 +107,7 @@ def _largest_first(found: list[Wait]) -> list[Wait]:
 
 
 def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], bool]:
-    """Return what the drawn worker waits for, longest first, and whether the names are tensors rather than messages.
+    """Return the waits of the drawn worker, longest first, and whether they are named by tensors, not by messages.
 
     If a plan has the timeline's name and messages, the cost of each message is divided among its tensors in proportion
     to their bytes.
@@ -138,7 +139,7 @@ def _contents(plan: Plan) -> dict[str, dict[str | None, int]]:
 
 
 def idle_sentence(every: Sequence[Wait], tensors: bool) -> str:
-    """Return, say, `Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" without waits."""
+    """Return a sentence such as `Waiting for this tensor takes 80 ms of 120 ms of idle time: a.`; "" without waits."""
     idle_s = sum(wait.seconds for wait in every)
     largest = [wait for wait in every if wait.message is not None]
     free_s = sum(wait.seconds for wait in every if wait.message is None)

@@ -76,7 +76,7 @@ def _verdict(sentence: str) -> list[tuple[str, bool]]:
 
 
 def _worker_note(timelines: Sequence[Timeline]) -> str:
-    """Return sentences on workers that are not drawn: how many do the same, and where to see the rest."""
+    """Return sentences that say how many workers do the same as the drawn one, and which command shows all workers."""
     workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
     for timeline in timelines:
         alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
@@ -87,7 +87,7 @@ def _worker_note(timelines: Sequence[Timeline]) -> str:
 
 
 def _single(timelines: Sequence[Timeline], table: Sequence[Entry]) -> frozenset[int]:
-    """Return the numbers of the measured timelines whose plan has a median in the table."""
+    """Return the indices of the measured timelines whose plan has a measured median in the table."""
     medians = {e.scheduler for e in table if e.measured_s is not None}
     return frozenset(i for i, t in enumerate(timelines) if t.source == "measured" and t.name in medians)
 

@@ -50,10 +50,10 @@ MOST_BUCKET_BYTES = 2**30
 class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    `bound` holds for all plans of the same `kind`. The kind says whether ops keep the captured order, whether only
-    all-reduces or also their halves are sent, what is sharded, and whether messages may be in a wire format. `runnable`
-    says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). `runnable` is always true for
-    legato's schedulers for parameter servers.
+    `bound` holds for all plans of the same `kind`. Plans of one kind agree in four things: whether ops keep the
+    captured order, whether all-reduces may be sent in halves, what is sharded, and whether messages may be in a wire
+    format. `runnable` says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). It is always
+    true for legato's schedulers for parameter servers.
     """
 
     plan: Plan
@@ -74,13 +74,13 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """For how many seconds of an iteration a worker computes, and for how many it waits."""
+        """The seconds of an iteration during which a worker computes, and the seconds during which it waits."""
         computing_s = self.timeline.computation_s
         return {"computing": computing_s, "waiting": max(0.0, self.iteration_s - computing_s)}
 
     @property
     def columns(self) -> dict[str, Any]:
-        """One row of `legato plan --json`, with the fraction of bytes that are rounded if messages may be rounded."""
+        """The row of `legato plan --json`; it has the fraction of rounded bytes only if messages may be rounded."""
         rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
         return {
             "scheduler": self.plan.scheduler,
@@ -109,17 +109,17 @@ def compare(  # noqa: PLR0913
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, InputError], object] | None = None,
 ) -> Results[Candidate]:
-    """Plan with each contestant and predict each plan: by default, with all schedulers that fit the cluster.
+    """Let each contestant make a plan, and predict the plans; by default, use all schedulers that fit the cluster.
 
     A contestant is the name of a scheduler, a function, or a plan, which is used as it is.
 
     A message with several tensors never has more than `max_message_bytes`; schedulers that partition tensors keep every
-    message within this limit. With `shard`, all plans shard the optimizer, or also the gradients. With `wire`,
-    gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after each contestant. If no
-    contestants are given, a scheduler is left out if the workload is too large for it, if its plans need halves but the
-    collective has none, or if its package is broken. `left_out(name, error)` is then called. Raises `InputError` as
-    `schedule` does, or if a message limit, shards or a wire format are given for parameter servers. Raises
-    `TooLargeError` if the workload has too many ops for a bound.
+    message within this limit. `shard` says whether all plans shard nothing, the optimizer, or the optimizer and the
+    gradients. With `wire`, gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after
+    each contestant. If no contestants are given, a scheduler is left out if the workload is too large for it, if it
+    sends all-reduces in halves but the collective has no halves, or if its package is broken. `left_out(name, error)`
+    is then called. Raises `InputError` as `schedule` does, and if the cluster has parameter servers, but a message
+    limit, shards or a wire format is given. Raises `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
     if cluster.servers:
@@ -184,10 +184,10 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the simplest of the plans that are within half a per cent of the fastest one.
 
     The simplest plan is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the
-    model leaves out what a message costs the host. DDP's plan comes first because `single` has the fewest messages, but
-    loses most if the network is slower than predicted. Plans that round more bytes than the fast plan that rounds the
-    fewest are not considered, if the difference is over half a per cent of all bytes. If any candidates are runnable,
-    only runnable candidates are considered.
+    model leaves out what a message costs the host. DDP's plan comes first because the alternative would often be
+    `single`, which has the fewest messages, but slows down most if the network is slower than predicted. A plan is not
+    considered if it rounds more bytes than another of the fast plans, and the difference is over half a per cent of all
+    bytes. If any candidates are runnable, only runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -200,9 +200,9 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidate]:
     """Return DDP's own plan and different plans to compare with it in training, the simplest plan first.
 
-    Besides DDP's plan, the result has up to `most` runnable plans with the shortest predicted iterations, among them
-    the fastest plan with forward overlap and the fastest without, because an error of the prediction is likely to
-    affect all plans of one kind.
+    Besides DDP's plan, the result has up to `most` runnable plans with the shortest predicted iterations. The fastest
+    plan with forward overlap and the fastest without it are always included, because an error of the prediction is
+    likely to affect all plans with overlap, or all without.
     """
     different: dict[Any, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.plan.carrier != "ddp", c.iteration_s)):
@@ -252,10 +252,10 @@ def stock_buckets(
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
 ) -> tuple[Plan, float]:
-    """Return a plan of merge-optimal that stock DDP can use as its buckets, and the predicted seconds.
+    """Return a plan by merge-optimal whose messages stock DDP can use as its buckets, and the predicted seconds.
 
-    If a message of `merged` exceeds `MOST_BUCKET_BYTES`, this function plans again with this limit. All other arguments
-    are the same as for `compare`.
+    `merged` is merge-optimal's plan. If one of its messages exceeds `MOST_BUCKET_BYTES`, merge-optimal plans again with
+    this limit. All other arguments are the same as for `compare`.
     """
     if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
         return merged.plan, merged.iteration_s

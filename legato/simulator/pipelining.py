@@ -15,14 +15,15 @@ each of which a chunk takes x to send and y to add up,
 
 The first term of T(d) holds if the link is never idle. In the second term, each of R-1 reducing rounds takes P, the
 time of the round's bottleneck: the link, the addition, or (with one chunk, which is not sent while it is added up) both
-in turn. After the last reducing round, distribution waits for the sum of the first chunk or of the last chunk.
+in turn. After the last reducing round, either the link distributes all chunks without a pause after the first chunk's
+sum, or the last chunk is distributed after its own sum; what ends later counts.
 
 Rounds and bytes come from the collective (`legato.collectives`). If rounds take different times, as in
-halving-doubling, `_rounds` simulates the rounds one by one. With depth 1, all times are the linear costs of
-`Cluster.derive`.
+halving-doubling, `_rounds` simulates the rounds one by one. With depth 1, all times equal the linear costs that
+`Cluster.derive` computes.
 
-The second half of a message adds nothing up. The second half takes half of the time that the whole message would take
-if additions took no time, and the first half takes the rest.
+The second half of a message adds nothing up. It takes half of the time that the whole message would take if additions
+took no time, and the first half takes the other part of the message's time.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: floa
     """Return the seconds of an all-reduce of `nbytes` bytes on a cluster.
 
     If the cluster has a measured cost for this depth or a smaller one, that cost is used. If the cluster's costs were
-    derived, `pipelined_s` is used. In all other cases, the cost of one chunk is used. Raises `InputError` on a
-    collective that the cluster lacks.
+    derived, `pipelined_s` is used. In all other cases, the cost of sending the message as one chunk is used. Raises
+    `InputError` on a collective that the cluster lacks.
     """
     name = cluster.default_collective if collective is None else collective
     cost = cluster.cost(name, depth)

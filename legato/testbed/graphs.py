@@ -55,7 +55,7 @@ class CompiledModel(EmulatedModel):
         return cast(Tensor, _passes(id(self), self.start, *self.ordered))  # pyrefly: ignore[not-callable]
 
     def run_op(self, op: int, reads: bool) -> None:
-        """Take the time of an op; if it reads a parameter, wait for the network first."""
+        """Pass the time that an op takes; if it reads a parameter, wait for the network first."""
         if reads:
             self.clock.meet()
         self.clock.run(self.workload.ops[op].duration_s)
@@ -97,7 +97,7 @@ def _run_phase(
     reads: Sequence[Sequence[Tensor]],
     finished: Callable[[int, Tensor], None],
 ) -> Tensor:
-    """Run the ops of a phase, with `finished(op, result)` after each; return a number that depends on all results."""
+    """Run a phase's ops, and call `finished(op, result)` after each; return a number that depends on all results."""
     tokens: dict[int, Tensor] = {}
     unread: dict[int, Tensor] = {}
     for i in model.workload.phase_ops(phase):

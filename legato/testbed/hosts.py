@@ -17,18 +17,18 @@ containers forbid mounting, so processes see the same files as outside: /proc an
 interfaces.
 
 [Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too large, small messages take no time. If the
-bucket is too small, the timer refills it too late for the rate. TCP passes down segments of up to 64 KiB, which tbf has
-to split if they do not fit into the bucket, and a segment costs the same CPU time at any size. Segments therefore last
-half a millisecond (at most 64 KiB), and a bucket holds two segments, or one millisecond: 125 KB at 1 Gbit. On two
-cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, which is all that headers leave. With both cores busy, the
-links carry 95, 93 and 90%. With segments of an eighth of a millisecond, they would carry 94, 91 and 84%, and need ten
-times as long in soft interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four hosts send at once.
+bucket is too small, the timer refills it too late, and the link is slower than it should be. TCP passes down segments
+of up to 64 KiB, which tbf has to split if they do not fit into the bucket. A segment costs the same CPU time at any
+size, so large ones are better. Sending a segment therefore takes half a millisecond (at most 64 KiB), and a bucket
+holds two segments: 125 KB at 1 Gbit. On two cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, and only
+headers take the rest. With both cores busy, the links carry 95, 93 and 90%. With segments of an eighth of a
+millisecond, they would carry 94, 91 and 84%, and need ten times as long in soft interrupts (3.7 s instead of 0.3 s in a
+run of 9 s) when four hosts send at once.
 
-[Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's
-setting is. Machines of some clouds use BBR, which paces its sends by its own
-estimate of the link's rate, and from time to time sends almost nothing to
-measure the delay. Congestion control is set on the route to the other hosts,
-because a namespace can select only what the machine allows.
+[Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's setting is. Machines of some clouds use
+BBR, which paces its sends by its own estimate of the link's rate, and from time to time sends almost nothing to measure
+the delay. Congestion control is set on the route to the other hosts, because a namespace's own setting can select only
+the algorithms that the machine allows.
 
 [Note: cleanup] The namespaces have no names, so each ends with its last process. In each namespace, a process waits
 until its standard input, a pipe from the owner, ends. All programs run in a process namespace, of which the switch's
@@ -255,7 +255,7 @@ def why_unavailable() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return environment variables with which the tools are found and print English."""
+    """Return environment variables with which the tools `ip` and `tc` are found, and print English."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
     return {**os.environ, "PATH": path, "LC_ALL": "C"}
 
@@ -267,7 +267,7 @@ def _is_capable() -> bool:
 
 
 def _obstacle() -> str:
-    """Return in words what forbids namespaces on this machine and how to allow them, as far as is known."""
+    """Return in words what forbids namespaces on this machine and how to allow them, or "" if this is unknown."""
     for name, forbids, allows in _OBSTACLES:
         setting = _SETTINGS.joinpath(*name.split("."))
         if setting.is_file() and setting.read_text().strip() == forbids:

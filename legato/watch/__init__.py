@@ -8,8 +8,8 @@ optimizers.
 
 [Note: training does not wait] The training thread only counts steps, which is the only cost for steps that are not
 recorded. All other work runs in the background: a thread sends the traces to rank 0 through the job's store, and
-low-priority processes compress and judge them. legato calls no collective, and the ranks need not agree on anything,
-because all of them count the same steps.
+low-priority processes compress the traces and make the verdict. legato calls no collective, and the ranks need not
+agree on anything, because all of them count the same steps.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _STARTUP = str(Path(__file__).parent / "startup")
 class Settings:
     """Settings of `legato watch`: which steps to record, and what to do with the traces.
 
-    After the first `after` steps and the warm-up, `steps` steps are recorded, and again every `every` steps. `stop`
-    ends the script after the first verdict. `output` is the folder that keeps the traces. With `json`, the last verdict
-    is printed when the script has ended.
+    After the first `after` steps and the warm-up, `steps` steps are recorded. A recording is repeated every `every`
+    steps. `stop` ends the script after the first verdict. `output` is the folder that keeps the traces. With `json`,
+    the last verdict is printed when the script has ended.
     """
 
     after: int = 10
@@ -67,7 +67,7 @@ class Settings:
 
 
 def become(arguments: Sequence[str], settings: Settings) -> NoReturn:
-    """Replace this process by a Python process that runs these arguments as without legato, but is watched."""
+    """Replace this process by `python ARGUMENTS`, which runs as without legato, except that its steps are watched."""
     if sys.flags.ignore_environment:
         raise InputError("python -E or -I: Python would not load the watcher of the script (expected neither)")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Fit a machine's efficiency to measured steps, and up to two more numbers if the steps determine them.
+"""Fit a machine's efficiency, and if the steps determine them, up to two other numbers, to measured steps.
 
 A higher efficiency of matrix products makes a step shorter. So each step determines one efficiency, which bisection
-finds. With several steps, the median efficiency is used. If communication takes longer than the computation that hides
-it, the step hardly depends on the efficiency, and cannot be used for fitting.
+finds. With several steps that determine no other number, the median efficiency is used. If communication takes longer
+than the computation that hides it, the step hardly depends on the efficiency, and cannot be used for fitting.
 
 Two steps with different computing times per layer also determine the host's time for each layer and micro-batch. Steps
 with different sequence lengths determine the efficiency of attention. A step's time is nearly linear in 1 / efficiency,
@@ -49,8 +49,8 @@ _ODD = 0.1
 class FittedStep:
     """A measured step: the `efficiency` fitted only to this step, and its prediction after fitting all steps.
 
-    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. An error
-    of 1% in `measured_s` causes an error of 1% / `product_share` in `efficiency`.
+    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. If
+    `measured_s` is 1% too long, the error of `efficiency` is 1% divided by `product_share`.
     """
 
     job: Job
@@ -71,7 +71,7 @@ class Fitted(NamedTuple):
 
     @property
     def odd(self) -> list[FittedStep]:
-        """Return the steps with their own efficiency more than 10% away from the efficiency fitted to all steps."""
+        """Return the steps whose own efficiency is more than 10% above or below the one fitted to all steps."""
         return [one for one in self.steps if abs(one.efficiency / self.machine.efficiency - 1) > _ODD]
 
 
@@ -92,7 +92,7 @@ class _Numbers(NamedTuple):
 
 
 def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
-    """Return the machine of these jobs, with the efficiency (and if possible two more numbers) fitted to the steps.
+    """Return the machine that all jobs use, with its efficiency (and up to two other numbers) fitted to the steps.
 
     Raises `InputError` if the machines differ in more than their efficiency, if a step needs an efficiency above 1 or
     below 0.001, or if a step hardly depends on the efficiency.
@@ -213,7 +213,7 @@ def _efficiency(job: Job, measured_s: float) -> float:
 def _told(
     slopes: dict[str, list[float]], name: str, moves: dict[str, float], steps: Sequence[tuple[Job, float]]
 ) -> bool:
-    """Return whether a number's share of these steps differs enough from the products' share."""
+    """Return whether the steps determine a number: see `_DIFFERENT` and `_TOLD`."""
     host_s = 1e-3 if name == "host_s" else moves[name]  # the host's share if each layer took 1 ms
     ratios = [own / max(products, 1e-30) for own, products in zip(slopes[name], slopes["slowness"], strict=True)]
     return max(slopes[name]) * host_s >= _TOLD and max(ratios) >= _DIFFERENT * max(min(ratios), 0.0)

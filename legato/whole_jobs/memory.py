@@ -41,12 +41,12 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """Return the name of the largest part."""
+        """Return the name of the use that needs the most memory."""
         parts = asdict(self)
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Return whether this memory fits into `nbytes`, with enough left for libraries and fragmentation."""
+        """Return whether this memory fits into `nbytes`, or is near the limit, where libraries may lack memory."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
@@ -57,7 +57,7 @@ def memory(job: Job, plan: Schedule, worker: int) -> Memory:
 
 
 def static(job: Job) -> float:
-    """Return a lower bound on the fullest worker's bytes: its states, and its first chunk's activations in flight."""
+    """Return a lower bound on the fullest worker's bytes: states, and for worker 0 also stage 0's activations."""
     workers = job.mesh.pipeline
     in_flight = min(workers, job.microbatches) * _stage_activations(job, 0)
     return max(
@@ -129,7 +129,8 @@ def activations(job: Job, mixture: bool) -> float:
     """Return the bytes that a layer keeps of a micro-batch for its backward pass (arXiv 2205.05198, sections 4.1 to 5).
 
     A GPT layer without recomputation keeps s b h (34 + 5 a s / h) / tensor bytes under sequence parallelism. Without
-    sequence parallelism, 10 of the 34 are not divided by `tensor`. A fully recomputed layer keeps only its input.
+    sequence parallelism, 10 s b h of these bytes are not divided by `tensor`. A fully recomputed layer keeps only its
+    input.
     """
     if job.recompute == "full":
         return 2 * width(job)

@@ -60,11 +60,11 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
 ) -> Job:
     """Return a whole training job: a language model, the GPUs that share it, and how one step runs.
 
-    Give a model, a machine or a framework as an object or by its name; a machine's name may be the path of a file. The
-    default of `data` is 1, or `gpus` divided by the product of the other dimensions. An interleaved schedule has 2
-    `chunks` by default. `overlap` has the kinds of communication that run during computation, by default the
-    framework's. All other arguments are fields of `Job` and `Mesh`. Raises `InputError` on unknown names, with the
-    nearest ones, and as `Job` does.
+    `model`, `machine` and `framework` are objects or names; a machine's name may be the path of a file. The default of
+    `data` is 1, or `gpus` divided by the product of the other dimensions. An interleaved schedule has 2 `chunks` by
+    default. `overlap` lists the kinds of communication that run during computation; by default, the framework decides.
+    All other arguments are fields of `Job` and `Mesh`. Raises `InputError` if a name is unknown (the error lists
+    similar names), or if `Job` raises it.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if data is None:

@@ -3,15 +3,15 @@
 The backward pass mirrors the forward pass. If several layers read a value, an op adds up their gradients. If several
 layers read a variable (tied weights), an op adds up the variable's gradients. The samples have no gradient, so the
 first layer computes no gradient for its input. Every backward op depends on the ops that compute the gradients that it
-reads. Dependencies on saved activations are left out, since these exist before the loss. There are no optimizer ops,
-because the papers neglect the optimizer.
+reads. Dependencies on saved activations are left out, since all activations exist before the backward pass starts.
+There are no optimizer ops, because the papers neglect the optimizer.
 
 Three techniques for large models change an iteration. With *recomputed activations*, the backward pass of a block
 starts with an op that is as long as the block's forward pass. With *accumulated* micro-batches, a worker sends
-gradients only during the last micro-batch. All passes between the first forward pass and the last backward pass are one
-op, `accumulation`, at the end of the forward pass. A *replica* of several devices divides the work and the matrices
-evenly among its devices, as tensor parallelism does. The iteration describes one device, which exchanges messages with
-the same device of every other replica. Messages between the devices of a replica are left out.
+gradients only during the last micro-batch. One op, `accumulation`, stands for all passes between the first forward pass
+and the last backward pass. It is at the end of the forward pass. A *replica* of several devices divides the work and
+the matrices evenly among its devices, as tensor parallelism does. The iteration describes one device, which exchanges
+messages with the same device of every other replica. Messages between the devices of a replica are left out.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def lower(  # noqa: PLR0913
 ) -> Workload:
     """Return one training iteration of a model on a device.
 
-    `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's. If
-    `forward_s` or `backward_s` (seconds) is given, the ops of that pass of a micro-batch are scaled to this total.
-    `precision`, one of `PRECISIONS`, is the precision of the computation, by default the model's, and `gradients` is
-    the precision in which gradients are sent, by default the same. `recompute` computes the activations of each block
-    of layers again in the backward pass. `replica_devices` is the number of devices that share the model and its batch.
-    `parts` is for language models. `parts(n)` returns the seconds of each part of the model in each phase for a
-    micro-batch of n samples (`language.one_gpu.part_times`), and the ops of each part are scaled to these seconds.
-    Raises `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision
-    that is unknown or that the device lacks, and on `recompute` for a model that has no blocks.
+    `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's batch
+    size. If `forward_s` or `backward_s` is given, the ops of a micro-batch's forward or backward pass are scaled to
+    these seconds in total. `precision`, one of `PRECISIONS`, is the precision of the computation; the default is the
+    model's precision. `gradients` is the precision in which gradients are sent; the default is `precision`. `recompute`
+    computes the activations of each block of layers again in the backward pass. `replica_devices` is the number of
+    devices that share the model and its batch. `parts` is for language models. For a micro-batch of n samples,
+    `parts(n)` returns the seconds of each part of the model in each phase (`language.one_gpu.part_times`). The ops of
+    each part are scaled to these seconds, divided by `replica_devices`. Raises `InputError` on numbers that are not
+    above zero, on a batch that `accumulate` does not divide, on a precision that is unknown or that the device lacks,
+    and on `recompute` for a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)
@@ -120,7 +121,7 @@ def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable
 
 
 class _Lowering:
-    """The state of a conversion; op i of the forward pass is layer i."""
+    """A conversion in progress; op i is the forward pass of layer i."""
 
     def __init__(
         self, model: Model, device: Device, batch: int, precision: str, gradients: str, replica_devices: int
@@ -192,7 +193,7 @@ class _Lowering:
             self._variable_gradient(v, done)
 
     def _output_gradient(self, i: int) -> int:
-        """Return the op that completes the gradient of layer i's output; for a loss, the end of the forward pass."""
+        """Return the op that completes the gradient of layer i's output; for the loss, the last forward op."""
         parts = list(dict.fromkeys(self.gradients[i]))
         if not parts:
             return i if self.accumulation is None else self.accumulation
@@ -203,7 +204,7 @@ class _Lowering:
         return self._op(f"{layer.name}/grad-sum", "backward", 0, values, parts)
 
     def _variable_gradient(self, v: int, op: int) -> None:
-        """Add a part of a variable's gradient; with the last part, add the tensor."""
+        """Add `op`, which computes a part of variable v's gradient; after the last part, add the tensor."""
         parts, variable = self.partial.setdefault(v, []), self.model.variables[v]
         parts.append(op)
         if len(parts) < len(self.readers[v]):

@@ -77,7 +77,7 @@ def resnet_v2_152() -> Model:
 
 
 def resnet_v2_200() -> Model:
-    """Return the fourth model of the family; the only paper with a ResNet-200 uses `resnet-v2-200-gamma`."""
+    """Return the largest model of TF-slim's v2; the only paper with a ResNet-200 uses `resnet-v2-200-gamma`."""
     return _slim_v2("resnet-v2-200", 200, 32)
 
 
@@ -127,7 +127,7 @@ def _units(depth: int) -> list[tuple[int, int, int, bool]]:
 
 
 def _unit_v1(x: Value, width: int, stride: int, *, strided: int, gamma: bool) -> Value:
-    """Add a bottleneck unit; its convolution number `strided` has the stride."""
+    """Add a bottleneck unit, in which convolution number `strided` (1, 2 or 3) has the stride."""
     strides = [stride if i == strided else 1 for i in (1, 2, 3)]
     if x.shape[2] == 4 * width:
         shortcut = x if stride == 1 else pool(x, "shortcut/subsample", 1, stride)
@@ -142,7 +142,7 @@ def _unit_v1(x: Value, width: int, stride: int, *, strided: int, gamma: bool) ->
 def _unit_v2(x: Value, width: int, stride: int, *, gamma: bool, bias: bool) -> Value:
     """Add a bottleneck unit with activations before its convolutions.
 
-    `bias` says whether the third convolution and the shortcut's have biases.
+    `bias` says whether the third convolution and the shortcut's convolution have biases.
     """
     before = activation(batch_norm(x, "preact/bn", gamma=gamma), "preact/relu")
     if x.shape[2] == 4 * width:

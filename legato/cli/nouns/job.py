@@ -1,4 +1,4 @@
-"""Whole jobs: `legato workload` writes one, and `legato simulate` and `legato sweep` predict its step on networks."""
+"""Whole jobs: `legato workload` writes a job, and `legato simulate` and `legato sweep` predict its step on networks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Layout:
-    """The options about how a whole job is divided among GPUs. With any of them, the file holds a whole job."""
+    """The options about how a whole job is divided among GPUs. If any is given, the file holds a whole job."""
 
     PANEL: ClassVar = "Whole jobs (language models): with any of these, the file holds a job"
 
@@ -319,7 +319,7 @@ def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
 
 
 def said(machine: Given) -> str:
-    """Return the options about switches in words."""
+    """Return words that describe the given options about switches."""
     return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
 
 

@@ -2,8 +2,8 @@
 
 [Note: agreement] Ranks with different models, plans or dtypes would hang, or silently add the wrong numbers. Each rank
 describes its model, plan and settings, and the ranks compare hashes of these descriptions. If the hashes differ, rank 0
-broadcasts its description, every rank compares it with its own, and all ranks raise the first difference. Only JSON is
-exchanged; nothing is unpickled.
+broadcasts its description, and every rank compares it with its own. All ranks then raise an error about the first
+difference. Only JSON is exchanged; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def raise_together(problem: str, group: Any) -> None:
 
 
 def first_said(problem: str, group: Any) -> str:
-    """Return, on every rank, the first rank that has a message, with this message; empty if no rank has one."""
+    """Return, on every rank, the number and the message of the first rank that has a message; "" if none has."""
     gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
         if said := text.rstrip(b"\0").decode(errors="replace"):

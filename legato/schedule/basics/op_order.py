@@ -6,8 +6,9 @@ Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
 Stage 1 chooses the order of the parameter updates: it repeatedly takes the update that needs the least computation
 beyond what earlier updates have already computed. Stage 2 makes every worker keep to this order. Stage 2 adds control
-dependencies from the end set of an update (the op `Tensor.ready_after`, on which the update depends directly) to the
-free set of the next update (the ops which that update needs and which wait for nothing else).
+dependencies from the *end set* of an update to the *free set* of the next update. The end set is the op
+`Tensor.ready_after`, on which the update depends directly. The free set has the ops that the next update needs and that
+wait for nothing else.
 
 With these dependencies, all ops of one update run before any op of the next update, so only one order of the updates is
 feasible. The ops of one update may still run in any order that the graph allows. Every added dependency is necessary:
@@ -17,8 +18,8 @@ Deviations:
 - Tensors that become ready at the same op belong to the same update.
 - Backward ops that no update needs (the gradient of the input) do not occur in the paper. Unneeded ops come last, as if
   another update needed them.
-- If several updates need equally little, the update captured first is taken. So an update never comes before another
-  update on which it depends.
+- If several updates need equally little, the update captured first is taken. Captured order respects dependencies, so
+  an update never comes before another update on which it depends.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def parts(workload: Workload) -> dict[int, int]:
 
 
 class _Nearest:
-    """A search for the update with the least left to compute. An op represents the part that is named after the op."""
+    """A search for the update that needs the least further computation. An op stands for the part that has its name."""
 
     def __init__(self, workload: Workload, part_of: dict[int, int]) -> None:
         period = Period.of(workload)
@@ -107,7 +108,7 @@ class _Nearest:
                     return op
 
     def _see(self, op: int) -> None:
-        """Find what is left to compute for an op that waits only for ops that are done or passed."""
+        """Compute how much more computation an op needs, if it waits only for ops that are done or passed."""
         needs = {op} if self.duration[op] else set()
         needs.update(*(self.needs[dep] for dep in self.waits[op] if dep in self.undone))
         for other in needs:

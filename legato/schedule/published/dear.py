@@ -5,7 +5,8 @@ all-reduce. So gradients are reduced and scattered during the backward pass. The
 forward order, just before the next forward pass reads them. Communication overlaps with both passes, without priorities
 and without an additional startup time.
 Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining (Zhang, Shi, Chu, Wang, Li,
-Liu, ICDCS 2023), with the tensor fusion of its code: in forward order, fill buffers to less than 25 MiB.
+Liu, ICDCS 2023), with the tensor fusion of the authors' code, which fills each buffer to less than 25 MiB in forward
+order.
 Units: bytes.
 
 Deviations:
@@ -51,9 +52,9 @@ def dear(
     """Return a plan that sends every group twice: all reduce-scatters, then all all-gathers, with forward overlap.
 
     Several tensors form a group if they have less than `buffer_bytes` and at most `max_message_bytes` together;
-    `buffer_bytes=1` turns fusion off. The default is the cluster's first collective with halves. Raises `InputError` if
-    `buffer_bytes` is below 1, the limit is below 16 bytes, or the cluster lacks the collective. Raises `PlanError` if
-    the collective, or every collective of the cluster, has no halves.
+    `buffer_bytes=1` turns fusion off. The default `collective` is the cluster's first one that can be sent in halves.
+    Raises `InputError` if `buffer_bytes` is below 1, `max_message_bytes` is below 16, or the cluster lacks the
+    collective. Raises `PlanError` if the collective, or every collective of the cluster, has no halves.
     """
     name = resolve_collective(in_halves(cluster, collective, "dear"), collective)
     most = message_limit(max_message_bytes)

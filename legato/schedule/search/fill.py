@@ -1,9 +1,10 @@
 """The best contents for messages of given sizes: the ready bytes that are needed first.
 
 If sizes and order of messages are fixed, a message can start as soon as the previous message has ended and enough bytes
-are ready. The start of a message does not depend on *which* bytes were sent earlier. It remains to fill the messages
-with ready bytes so that no byte arrives too late. Here, earliest deadline first is optimal (by an exchange argument, as
-for Jackson's preemptive schedule): send the ready bytes with the longest tail first.
+are ready. The start of a message does not depend on *which* bytes were sent earlier. The only choice is which ready
+bytes a message takes, so that no byte arrives too late. The tail of a byte is the time that the iteration still needs
+after the byte's arrival. Sending the ready bytes with the longest tail first is optimal (by an exchange argument, as
+for Jackson's preemptive schedule).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Piece(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The pieces of each message, and the latest arrival plus tail (seconds)."""
+    """The pieces of each message, and the largest sum of a piece's arrival and its tail (seconds)."""
 
     seconds: float
     messages: list[list[Piece]]
 
 
 class Instance(NamedTuple):
-    """The bytes to send, by tensor (or block of tensors); `whole_below` is as in `fill`."""
+    """The bytes to send, by tensor (or block of tensors); `whole_below` means the same as in `fill`."""
 
     release_s: list[float]
     tail_s: list[float]
@@ -86,18 +87,18 @@ def fill(
     not_before_s: Sequence[float] = (),
     whole_below: int | None = None,
 ) -> Filled:
-    """Fill messages of these sizes, which change only by the alignment of partitions.
+    """Fill messages of these sizes. The alignment of partitions, and `whole_below`, may change the sizes.
 
     `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
     `nbytes` are indexed by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come`
-    messages instead take bytes in the order in which they became ready, which completes more tensors early, although
-    some bytes arrive later. Each message starts no earlier than its moment in `not_before_s`, so it can take the bytes
-    that are ready at that moment.
+    messages do not take the bytes with the longest tail, but those that were ready first. This completes more tensors
+    early, although some bytes arrive later. No message starts before its time in `not_before_s`, so it can take the
+    bytes that are ready at this time.
 
-    With `whole_below`, every tensor finally lies in one piece of memory (`legato.core.layout`). Tensors with fewer
-    bytes than this are not partitioned, so a message ends at the nearest border between tensors. A message is divided
-    if it would hold the rest of two tensors that earlier messages sent in part, or parts of two tensors that later
-    messages have to finish.
+    With `whole_below`, every tensor lies in one piece of memory when all messages have arrived (`legato.core.layout`).
+    Tensors with fewer than `whole_below` bytes are not partitioned, so a message ends at the nearest border between
+    tensors. A message is divided if it would have the ends of two partitioned tensors or the beginnings of two, and a
+    piece from the middle of a tensor is a message of its own.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
@@ -148,7 +149,7 @@ def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
 
 
 class _Outbox:
-    """The messages filled so far, when the network has sent them, and their latest arrival plus tail."""
+    """The messages filled so far, the time when the network has sent them, and the largest sum of arrival and tail."""
 
     def __init__(
         self, tail_s: Sequence[float], nbytes: Sequence[int], cost: Callable[[int], float], *, one_piece: bool

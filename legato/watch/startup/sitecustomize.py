@@ -1,4 +1,4 @@
-"""The module that Python imports before a watched script. This module hides itself, and waits for torch's optimizers.
+"""The module that Python imports before a watched script. It removes its own traces, then waits for an optimizer.
 
 Until an optimizer takes a step, this module imports only the standard library.
 """
@@ -27,7 +27,7 @@ class _Start:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return Python's own specification for torch's optimizers, changed so that loading it registers the hook."""
+        """Return Python's own specification of `torch.optim.optimizer`, changed so that its loading adds the hook."""
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]

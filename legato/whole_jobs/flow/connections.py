@@ -1,11 +1,10 @@
 """The links that the groups of a communication use, and the number of connections on each link.
 
-[Note: connections]
-A group's collective is one flow with several connections of equal speed. A ring passes through each host once. There
-is one ring for each worker that the group has on a host, and each ring uses another worker's card. So each card carries
-one connection, and each worker's link inside the host carries one connection for each ring. A group inside one host
-also has one ring for each worker. In an all-to-all, each worker has a connection to every other worker. A send is one
-connection.
+[Note: connections] A group's collective is one flow with several connections of equal speed. A ring passes through each
+host once. There is one ring for each worker that the group has on a host, and each ring enters and leaves a host by the
+card of a different worker. So each card carries one connection. Inside a host, each worker's link carries one
+connection for each ring. A group inside one host also has one ring for each worker. In an all-to-all, each worker has a
+connection to every other worker. A send is one connection.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Connections(NamedTuple):
-    """Groups of one shape: the number of rings (1 if there are none) and of hosts of each group, and the links in use.
+    """Groups of one shape: the number of rings of each group (1 if it has none), of its hosts, and its links.
 
     A row of `uses` has a group, a link, and the number of the group's connections on that link."""
 
@@ -85,8 +84,9 @@ def connections(topology: Topology, shape: str, groups: Groups) -> Connections:
 def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
     """Return three arrays that describe the rings of groups.
 
-    The arrays have the number of rings of each group, (group, worker, worker) for each hop between hosts, and (group,
-    worker, rings) for each worker with several rings inside its host."""
+    The first array has the number of rings of each group. The second has a row (group, worker, worker) for each hop
+    between hosts. The third has a row (group, worker, rings) for each worker that shares its host with other workers of
+    the group."""
     rings, hops, inside = [], [(0, 0, 0)][:0], [(0, 0, 0)][:0]
     for number, (own, group) in enumerate(zip(on_host.tolist(), members.tolist(), strict=True)):
         by_host: dict[int, list[int]] = {}
@@ -107,6 +107,6 @@ def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[i
 
 
 def _summed(rows: Ints, links: int) -> Ints:
-    """Return the uses with one row for each group and link."""
+    """Return rows of `uses` in which each group and link appears only once, with the sum of its connections."""
     pairs, which = np.unique(rows[:, 0] * links + rows[:, 1], return_inverse=True)
     return np.column_stack([*np.divmod(pairs, links), np.bincount(which, rows[:, 2], len(pairs)).astype(np.int64)])

@@ -1,1 +1,1 @@
-"""Read profiler files: `events` reads a step into `columns`; `activities` separates computations and collectives."""
+"""Read profiler files: `events` stores a step in `columns`; `activities` separates computations and collectives."""

@@ -1,10 +1,10 @@
 """Separate the computations in a profiler trace from the collectives.
 
 [Note: collectives without a device] Under gloo, an operator (`c10d::allreduce_`) issues a collective, and a thread of
-gloo runs it later; the mark (`gloo:all_reduce`) shows the time of this run. The record id of a mark follows the id of
-its operator. Without ids, marks are matched with operators by size and order, since gloo's threads nearly always begin
-collectives in order. The operator tells which collective was issued, and where: gloo runs a reduce-scatter as an
-all-reduce, and marks it as an all-reduce.
+gloo runs it later; the mark (`gloo:all_reduce`) shows the time of this run. The record id of a mark is one more than
+its operator's. Without ids, marks are matched with operators by size and order, since gloo's threads nearly always
+begin collectives in order. Only the operator tells which collective was issued, and by which thread: gloo runs a
+reduce-scatter as an all-reduce, and marks it as an all-reduce.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Described(NamedTuple):
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """Return the kernels, copies and fills that the host launched, or without a device, the outermost operators.
+    """Return the kernels, copies and fills that the host launched; without a device, return the outermost operators.
 
     Only launches from `start_s` to `end_s` count. Time in which the host issues collectives, waits for them or runs
-    them is no computation, even inside an operator.
+    them does not count as computation, even inside an operator.
     """
     if len(trace.device):
         return _device_activities(trace, start_s, end_s, ~_sends(trace))
@@ -111,7 +111,7 @@ def _computes(name: str) -> bool:
 
 
 def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tuple[list[float], list[float]]]:
-    """Return the starts and the ends of collectives on each thread of the host, between the two times."""
+    """Return the starts and the ends of collectives on each thread of the host between `start_s` and `end_s`."""
     columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
     rows = np.array(_marks(trace), dtype=np.int64)
     for i in rows[(columns.end[rows] > start_s) & (columns.start[rows] < end_s)].tolist():
@@ -132,7 +132,7 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 
 
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """Return the collectives that the host issued between the two times (see the note above).
+    """Return the collectives that the host issued between `start_s` and `end_s` (see the note above).
 
     The collectives are events of the device (see `_sends`), or marks on the host, for example of gloo or MPI.
     """
@@ -274,7 +274,8 @@ def foreign(
 ) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
     """Return other steps' computations (start, end) and collectives (kind, start, end) from `begin_s` to `until_s`.
 
-    Events that the host launched from `start_s` to `end_s` are left out. Computations count only on a device.
+    The step itself, which consists of events that the host launched from `start_s` to `end_s`, is left out. Without a
+    device, no computations are returned.
     """
 
     def of_others(activity: Activity) -> bool:
@@ -332,9 +333,9 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
-    """Return the sends and receives of a kernel that runs several of them.
+    """Return the sends and receives that one kernel runs together.
 
-    The thread of the kernel has issued these sends and receives since `since_s`, without separate kernels.
+    The thread that launched the kernel issued these sends and receives, without separate kernels, after `since_s`.
 
     The result is empty if the trace lacks the peer or the bytes of a send or receive.
     """
@@ -376,7 +377,7 @@ def describe(trace: Trace, activity: Activity) -> Described:
 
 
 def _told(trace: Trace, activity: Activity) -> tuple[list[Arguments], list[str]]:
-    """Return all arguments about a collective, its own first, and the names of the host events around its launch."""
+    """Return all arguments about a collective (first its own event's), and the names of the host events around it."""
     around = _around(trace.annotation, activity.thread, activity.host_s)
     mark = COLLECTIVE_NAME.match, trace.known.is_added
     marks = [i for i in around if any(matches(trace.named(trace.annotation, i)) for matches in mark)]

@@ -122,7 +122,7 @@ class EventColumns:
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event. `name` and `thread` are indices of tables; `args` are stored only with `keep`."""
+        """Append an event. `name` and `thread` are indices of tables; `args` are stored only if `keep` is true."""
         number = -1
         if keep:
             number = self._numbers.setdefault(args.key(), len(self._details))
@@ -155,7 +155,7 @@ class EventColumns:
         return len(self.start)
 
     def seal(self) -> None:
-        """Sort by start (on a tie, the longest first) and convert to numpy. Nothing can be added afterwards."""
+        """Sort events by start (on a tie, the longest first), and convert them to numpy. Later, none can be added."""
         start, end = np.array(self._start), np.array(self._end)
         order = np.lexsort((-end, start))
         del self._start, self._end
@@ -184,7 +184,7 @@ class EventColumns:
         return int(rows.sum())
 
     def end_in_turn(self) -> int:
-        """Cut each event that outlasts the thread's next event, at that event's start; return how many were cut."""
+        """Cut each event that outlasts its thread's next event where that event starts; return the number of cuts."""
         count = 0
         for thread in np.unique(self.thread):
             rows = np.flatnonzero(self.thread == thread)
@@ -210,7 +210,7 @@ class EventColumns:
 
 
 def rows_with(numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each wanted number, a row that has it, or -1. No row has a negative number."""
+    """Return, for each wanted number, a row with this number, or -1 if there is none or the number is negative."""
     if not len(numbers):
         return np.full(len(wanted), -1)
     order = np.argsort(numbers, kind="stable")

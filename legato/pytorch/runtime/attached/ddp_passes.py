@@ -1,4 +1,4 @@
-"""Watches DDP's passes before legato takes over: notes when they end, and looks for anything that legato cannot do."""
+"""Watches DDP's passes before legato takes over: counts passes, and looks for anything that legato cannot do."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class DdpPasses:
 
     The counter watches the gradients of `parameters`; a few parameters are enough to see where a backward pass ends.
     `accumulates()` returns whether the running backward pass adds to any gradient. (A pass of `torch.autograd.grad`
-    adds to no gradient, so DDP sends nothing in it.) `ended()` is called after each backward pass that sends, when DDP
-    has finished it. `unseen()` is called after a backward pass whose forward pass was not seen.
+    adds to no gradient, so DDP sends nothing in it.) `ended()` is called after each backward pass in which DDP sends
+    gradients, when DDP has finished this pass. `unseen()` is called after a backward pass whose forward pass was not
+    seen.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Gradients that a program keeps: with `gradient_as_bucket_view`, such gradients move along when buckets change.
+"""Gradients to which a program keeps references: under `gradient_as_bucket_view`, they move along with the buckets.
 
 With `gradient_as_bucket_view`, DDP keeps each `.grad` in its bucket, as the same tensor in all passes. A program may
 list the gradients once, and from then on read, clip or send them through its list, whatever `zero_grad` does to
-`.grad`. When a plan's buckets replace DDP's buckets, or DDP's buckets come back, tensors that used to be a parameter's
-`.grad` get the memory of its present `.grad`.
+`.grad`. A plan's buckets may replace DDP's buckets, and DDP's buckets may come back. Each time, all tensors that were a
+parameter's `.grad` get the memory of its new `.grad`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class KeptGradients:
 
     @contextmanager
     def moving(self, slots: Callable[[], Iterable[Slot]] | None = None) -> Iterator[None]:
-        """Move known gradients, with their values, to the buckets that are made inside this context.
+        """Move the gradients noted so far, with their values, to the buckets that are made inside this context.
 
-        `slots()` returns the place of each gradient in the new buckets. Without `slots`, the buckets are DDP's, and DDP
-        moves each `.grad` itself.
+        `slots()` returns the place of each gradient in the new buckets. Without `slots`, the new buckets are DDP's own,
+        and DDP moves each `.grad` itself.
         """
         absent = {}
         with gate.invisible():
@@ -97,7 +97,7 @@ _of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
 
 
 def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
-    """Return the kept gradients of a model, of which `parameters` are trained now; they outlive attachments."""
+    """Return the model's kept gradients, which remain when legato is detached; `parameters` are trained from now on."""
     found = _of_models.setdefault(ddp, KeptGradients())
     found.train(parameters)
     return found

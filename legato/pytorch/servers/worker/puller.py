@@ -46,7 +46,7 @@ class Puller:
         self.servers = range(transport.roles.servers)
 
     def expect(self, order: Sequence[int]) -> None:
-        """Post the receives of all values. After this call, reading a parameter waits for its value."""
+        """Begin to receive all values, without waiting. After this call, reading a parameter waits for its value."""
         if self.arrivals is not None:
             self.arrivals.begin(order)
         for index in order:

@@ -1,4 +1,4 @@
-"""The bound "equal pairs": the messages scattered during the backward pass are gathered unchanged after it.
+"""The bound "equal pairs": after the backward pass, messages are gathered in the same groups as they were scattered.
 
 docs/bounds.md has the proof ("Equal pairs"), for plans with a sharded optimizer.
 """
@@ -21,7 +21,7 @@ _INTERVALS = 1024
 
 
 class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
-    """A proof that equal pairs of halves do not fit into some time, with every gather after the backward pass."""
+    """A proof that an iteration takes longer than some time, if messages are gathered after the backward pass."""
 
     most = quick = (1024,)
     precision = (1e-3, 1e-5)
@@ -33,14 +33,15 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the conditions for pairs that are gathered after the backward pass, or after a later update."""
+        """Return the test for messages that are gathered after the backward pass, or after an update that is later."""
         from_s = first_gather(problem, range(len(problem.workload.tensors)))
         return DividedPairs(sets, problem.half, from_s)
 
     def proves(self, problem: Problem) -> float:
         """Return a time that is too short for an iteration.
 
-        Raises `InputError` if an iteration may be that short, if nothing is sharded, or if there are unlimited streams.
+        Raises `InputError` if an iteration may be that short, if nothing is sharded, or if ops run on unlimited
+        streams.
         """
         if not problem.sharded or problem.compute != "one":
             raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")
@@ -48,9 +49,10 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
 
 class DividedPairs:
-    """A test of whether pairs of halves with these sets may fit into some time, if nothing is gathered before `from_s`.
+    """A test of whether pairs of halves may send all bytes of `sets` in a given time.
 
-    A half takes `half_s` to start. With `apart`, everything is scattered before anything is gathered.
+    No gather starts before `from_s`. Each half has a startup time of `half_s`. With `apart`, everything is scattered
+    before anything is gathered.
     """
 
     def __init__(self, sets: NestedSets, half_s: float, from_s: float, *, apart: bool = False) -> None:

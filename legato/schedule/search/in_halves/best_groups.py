@@ -1,12 +1,12 @@
-"""The groups that the bound "equal pairs" asks for; if the bound is exact, they are the best groups.
+"""The groups of tensors that follow from the bound "equal pairs"; if the bound is exact, they are the best groups.
 
-If workers update only their shards, everything can be scattered before anything is gathered. The time of an iteration
-is then divided at the moment c when the first all-gather begins. Here T is the least time of an iteration for which
-some c leaves enough time on both sides of c (`bound/arguments/equal_pairs.py`). Groups are formed from the end of the
-line of all bytes, where the bytes are ready last and needed first. Each group has as many bytes as fit into T seconds
-divided at c. For a chain of layers without updates and one collective, these groups are the optimum of plans that
-scatter everything first. If the two passes spend their time in different layers, it can be better to gather something
-before the gradients that are needed last are scattered. Only the search finds such plans (`group_search.py`).
+If workers update only their shards, everything can be scattered before anything is gathered. Let c be the moment when
+the first all-gather begins, and T the shortest time of an iteration in which, for some c, all reduce-scatters fit
+before c and all all-gathers fit after c (`bound/arguments/equal_pairs.py`). Groups are formed one after another,
+beginning with the bytes that are ready last and needed first. Each group has as many bytes as T and c allow. For a
+chain of layers without updates and one collective, no plan that scatters everything first is faster than these groups.
+If the two passes spend their time in different layers, it can be better to gather some gradients before the last ones
+are scattered. Only the search finds such plans (`group_search.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def best_groups(
 
 
 def _work(sets: NestedSets, half_s: float, moment_s: float, seconds: float) -> list[float]:
-    """Return the total work on one side of c up to the end of each group except the last one, which takes the rest."""
+    """Return the seconds of sending one half of all bytes up to each group's end, except for the last group's."""
     found: list[float] = []
     at, count = 0, len(sets.work_s)
     while at < count:

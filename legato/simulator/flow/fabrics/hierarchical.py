@@ -2,8 +2,9 @@
 
 First, the g workers of each host reduce-scatter on the links to the host's inner switch. Then the workers with the same
 place l in their hosts all-reduce part l over the network. Finally, the workers of each host all-gather inside the host.
-If every GPU has a network card, only part l uses the l-th cards of all hosts, and on rails, part l does not leave rail
-l. NCCL sends in this way on such machines. If workers share a card, their parts share the card, too.
+If every GPU has a network card, only part l uses the l-th cards of all hosts. If the network has rails (one switch
+connects the l-th cards of all hosts), part l does not leave rail l. NCCL sends in this way on such machines. If workers
+share a card, their parts share the card, too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Hierarchical(Collective):
     """Hierarchical all-reduce: within hosts and between them.
 
     A host has `Network.gpus_per_host` workers. If `gpus_per_host` is 1, a host has as many workers as the greatest
-    common divisor of 8 and the number of workers in each rack. The workers of a host then share the first worker's
-    network card.
+    common divisor of 8 and the number of workers in each rack, or one worker if racks differ. The workers of a host
+    then share the first worker's network card.
     """
 
     def host_shape(self, network: Network) -> HostShape:
@@ -43,7 +44,7 @@ class Hierarchical(Collective):
         return HostShape(usual, usual)
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether all hosts are alike: there is one switch, or nothing is sent between rails."""
+        """Return whether all hosts are alike: with one switch, or with rails, between which nothing is sent."""
         return network.switches.one or network.topology == "rails"
 
     def simulated(self, network: Network) -> int:
@@ -64,7 +65,7 @@ class Hierarchical(Collective):
 
 
 def ring(topology: Topology, fragments: Fragments, held: Ids, *, local: bool, adds: bool) -> Ids:
-    """Add half of a ring inside each host, or between hosts for each part."""
+    """Add the reducing or the distributing half of a ring inside each host, or between hosts for each part."""
     gpus = topology.shape.gpus
     group = Group(gpus, 1, local) if local else Group(topology.workers // gpus, gpus, local)
     parts, *halves = RING.rounds(group.members)

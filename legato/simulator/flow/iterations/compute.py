@@ -17,7 +17,7 @@ Times = NDArray[np.float64]
 
 
 class Stream:
-    """Half of an iteration: ops that a worker runs one after another, in segments.
+    """The backward ops of an iteration, or all other ops: a worker runs them one after another, in segments.
 
     Within a segment, the worker does not interact with the network. `duration_s[worker, segment]` is the duration of a
     segment in seconds. The k-th op of `ops` is in segment `segment[k]`. The k-th op starts at `op_start_s[worker, k]`
@@ -55,7 +55,7 @@ class Stream:
 
 
 def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int, list[int]]:
-    """Return the tensors for which each op in `ops` waits. Without forward overlap, the first op waits for all."""
+    """Return the tensors for which each op in `ops` waits. Without forward overlap, the first waits for all."""
     if not plan.forward_overlap:
         return {0: list(range(len(workload.tensors)))}
     at = {op: k for k, op in enumerate(ops)}

@@ -79,12 +79,12 @@ def simulate_flow(
     """Simulate a plan on a fabric: every transfer on every link.
 
     `workload` is one workload for all workers, or a sequence with one per worker, which may differ only in the
-    durations of ops. Without a plan, `plain_plan` is used. With `iterations` None, one iteration is simulated if all
+    durations of ops. Without a plan, `plain_plan` is used. If `iterations` is None, one iteration is simulated if all
     workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
-    Otherwise, three iterations are simulated. `keep_transfers` False drops the data that only the link lanes of
-    `FlowResult.timeline` need; without this data, identical workers in a ring, a shuffle or recursive doubling take
-    little time and memory. By default, only a few of many identical workers are simulated; `symmetry` False simulates
-    every worker.
+    Otherwise, three iterations are simulated. If `keep_transfers` is False, the data that only the link lanes of
+    `FlowResult.timeline` need is dropped; it then takes little time and memory to simulate identical workers in a ring,
+    a shuffle or recursive doubling. By default, only a few of many identical workers are simulated; if `symmetry` is
+    False, every worker is.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.
@@ -104,7 +104,7 @@ def check_flow(
     *,
     iterations: int | None = None,
 ) -> None:
-    """Raise the errors that `simulate_flow` raises before it simulates, if it keeps no transfers."""
+    """Raise the errors that `simulate_flow` with `keep_transfers=False` raises before it simulates."""
     _case(workload, plan, fabric, network, iterations).topology(symmetry=True, keep_transfers=False)
 
 
@@ -117,7 +117,7 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """Return the graph that `simulate_flow` runs if it keeps transfers, with the same arguments and errors."""
+    """Return the graph that `simulate_flow` runs with these arguments and `keep_transfers=True`; raise its errors."""
     case = _case(workload, plan, fabric, network, iterations)
     return case.unroll(case.topology(symmetry=symmetry, keep_transfers=True))
 
@@ -213,7 +213,7 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Return whether simulating one worker is enough, given the transfers of all workers as trips (`alone.py`)."""
+        """Return whether simulating one worker is enough; trips then represent the others' transfers (`alone.py`)."""
         return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
 
     def _num_fragments(self, kinds: Sequence[str]) -> int:
@@ -221,13 +221,13 @@ class Case:
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
 
     def services(self, workers: int) -> int:
-        """Return the least number of services in all iterations, on the links of this number of workers."""
+        """Return a lower bound on the number of services of all iterations on the links of this number of workers."""
         reduce, distribute = self.fabric.services(self.network)
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
 
     def topology(self, *, symmetry: bool, keep_transfers: bool) -> Topology:
-        """Return the links of all workers or, with `symmetry`, of the fewest workers that represent all.
+        """Return the links of all workers; with `symmetry`, only of the fewest workers that can represent all workers.
 
         Raises `TooLargeError` if these workers have too many transfers.
         """
@@ -247,7 +247,7 @@ class Case:
         return Topology(graph, network, size, fabric.servers, fabric.host_shape(network))
 
     def unroll(self, topology: Topology, begin: Ids | None = None) -> Unrolled:
-        """Return the graph to simulate on a topology. Iteration k waits for service `begin[k]`, if there is one."""
+        """Return the graph to simulate on a topology. If `begin` is given, iteration k waits for service `begin[k]`."""
         size = topology.size
         durations = np.array([[op.duration_s for op in one.ops] for one in self.workloads[:size]])
         if len(durations) < size:
@@ -272,10 +272,10 @@ def run_graph(
     computing: Sequence[tuple[Ids, NDArray[np.int64]]],
     priority: NDArray[np.int64] | None = None,
 ) -> None:
-    """Run all services with the engine for the topology. Raises `PlanError` if a plan can never finish.
+    """Simulate all services with the engine for the topology. Raises `PlanError` if a plan can never finish.
 
-    `profiles` describe the disturbances, and `computing` has the services that compute (`Unrolled.computing`).
-    `priority` has a number for each service; links serve higher numbers first.
+    `profiles` describe when links and workers are slower, and `computing` has the services that compute
+    (`Unrolled.computing`). `priority` has a number for each service; links serve higher numbers first.
     """
     found = profiles.of_services(services.records["link"], computing)
     if topology.network.sharing == "fair":

@@ -52,7 +52,7 @@ class HostShape(NamedTuple):
 
 
 class _Tiers(NamedTuple):
-    """The numbers of leaves, pods, spines per pod, cores per spine, and cards for which the leaves have links."""
+    """The numbers of leaves, pods, spines per pod, cores per spine, and cards that all leaves together can connect."""
 
     leaves: int
     pods: int
@@ -222,11 +222,11 @@ class Switches:
         return _both_ways(np.concatenate([below, self.core_link(pod, spine, np.arange(cores))]))
 
     def s_per_byte(self, host_s_per_byte: float) -> NDArray[np.float64]:
-        """Return the seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's link.
+        """Return the seconds that a byte takes on each link between switches, given its seconds on a host's link.
 
-        Together, the links from a leaf to its spines have the bandwidth of the leaf's cards, divided by the
-        oversubscription. The links from a pod's spines to the cores together have the bandwidth of the links from its
-        leaves up, divided by the cores' oversubscription.
+        Together, the links from a leaf to its spines have the bandwidth of the leaf's cards, divided by
+        `oversubscription`. Together, the links from a pod's spines to the cores have the bandwidth of the links from
+        the pod's leaves to its spines, divided by `core_oversubscription`.
         """
         if self.one:
             return np.empty(0)
@@ -238,7 +238,7 @@ class Switches:
 
     @property
     def _cards_of_leaves(self) -> NDArray[np.int64]:
-        """Return, for each leaf, the number of cards for which it has links. Racks may differ by one host."""
+        """Return the number of cards that each leaf can connect. Racks may differ by one host."""
         leaves, _, _, _, cards = self._tiers
         if self.topology == "leaf-spine":
             return np.bincount(self.leaf_of_worker(np.arange(0, self.workers, self.shape.gpus_per_card)))
@@ -253,7 +253,7 @@ class Switches:
         return (_hashed(self.seed, source, target) % np.uint64(paths)).astype(np.int64)
 
     def path(self, here: ArrayLike, there: ArrayLike, choice: ArrayLike) -> Links:
-        """Return the links from leaf to leaf on path `choice`, as [..., hop]; NO_LINK fills shorter paths."""
+        """Return the links of path `choice` from leaf to leaf, one per hop; NO_LINK stands for hops that it lacks."""
         here, there, choice = np.broadcast_arrays(here, there, choice)
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:
@@ -267,10 +267,10 @@ class Switches:
         return np.where((here != there)[..., None], np.stack(hops, axis=-1), NO_LINK)
 
     def climb(self, leaf: Links, choice: ArrayLike) -> Links:
-        """Return the links from leaves [..., host] up to the switch above all of them, as [..., host, hop].
+        """Return the links up from each host's leaf to the first switch that connects all of them: [..., host, hop].
 
-        The links form the tree of path `choice`; NO_LINK fills lower trees. Each link down has the number after its
-        link up.
+        `leaf` is [..., host]. The links form the tree of path `choice`. Hops above the first switch that connects all
+        leaves are NO_LINK. The link down between two switches has the next number after the link up.
         """
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:
@@ -286,7 +286,7 @@ class Switches:
 
 
 def _both_ways(up: Links) -> Links:
-    """Return each link up followed by its link down, which has the next number."""
+    """Return the links up, each followed by the link down between the same switches (the next number)."""
     return np.stack([up, up + 1], axis=-1).ravel()
 
 
