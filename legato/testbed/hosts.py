@@ -184,7 +184,7 @@ class Hosts:
         self._tool(0, "tc", [f"qdisc add dev port{i} {shape}" for i in hosts])
 
     def _inside(self, k: int) -> list[str]:
-        """Return the beginning of a command that runs in the network of the switch (0) or of host k - 1."""
+        """Return the first words of a command that runs in the network of the switch (if k is 0) or of host k - 1."""
         user = [f"--user=/proc/{self._holders[0].pid}/ns/user"] if self._user else []
         return ["nsenter", "--preserve-credentials", *user, f"--net=/proc/{self._holders[k].pid}/ns/net"]
 
@@ -205,7 +205,7 @@ class Hosts:
             raise self._refusal("unshare", process.communicate()[1])
 
     def _tool(self, k: int, program: str, lines: Sequence[str]) -> None:
-        """Run a list of commands of `ip` or `tc` in the network of the switch (0) or of host k - 1."""
+        """Run a list of commands of `ip` or `tc` in the network of the switch (if k is 0) or of host k - 1."""
         done = subprocess.run(
             [*self._inside(k), program, "-batch", "-"],
             input="\n".join(lines) + "\n",

@@ -272,10 +272,10 @@ def device_free_at(trace: Trace, start_s: float) -> float:
 def foreign(
     trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
 ) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
-    """Return other steps' computations (start, end) and collectives (kind, start, end) from `begin_s` to `until_s`.
+    """Return the computations (start, end) and collectives (kind, start, end) of other steps in a period of the trace.
 
-    The step itself, which consists of events that the host launched from `start_s` to `end_s`, is left out. Without a
-    device, no computations are returned.
+    The period lasts from `begin_s` to `until_s`. Events that the host launched from `start_s` to `end_s` belong to the
+    step itself, and are left out. Without a device, no computations are returned.
     """
 
     def of_others(activity: Activity) -> bool:
