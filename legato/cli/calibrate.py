@@ -57,8 +57,8 @@ def calibrate(
 
     Start it with torchrun, on the same machines and with the same number of processes as the training. With
     --collectives, more collectives are measured, and plans can choose one for every message. If training runs on the
-    CPU, use --training, so that predictions include how much computation and messages slow each other down.
-    --nccl-tests needs neither torchrun nor PyTorch.
+    CPU, use --training: then predictions include how much messages slow down computation, and how much computation
+    slows down messages. --nccl-tests needs neither torchrun nor PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """

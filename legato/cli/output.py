@@ -148,7 +148,7 @@ def print_table(table: Table, keys: int = 1) -> None:
 
 
 def print_text(shown: TextTable, *names: str) -> None:
-    """Print a table; columns with these heads (`names`) hold text, all others hold numbers."""
+    """Print a table; columns with a head in `names` are aligned as text, all others as numbers."""
     table = Table(title=shown.title, header_style="dim")
     for head in shown.heads:
         table.add_column(head, justify="left" if head in names else "right")
@@ -214,9 +214,9 @@ def note(text: str) -> None:
 
 
 def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Print a note on an old name.
+    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Say if a name is old.
 
-    Raises `InputError` if a different detailed fidelity was asked for, which is for another kind of input.
+    Raises `InputError` on any other name, such as the detailed fidelity of another kind of input.
     """
     if given in ("collective", "flow"):
         found = "formulas" if given == "collective" else detailed
@@ -228,7 +228,7 @@ def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> A
 
 
 def note_unseen(windows_s: Mapping[str, Sequence[float]], disturbances: Sequence[Disturbance]) -> None:
-    """Print which disturbances lie outside the window in which the times of a case are measured."""
+    """Print a note on each disturbance that lies outside the time window in which a case is measured."""
     for case, (begin_s, end_s) in windows_s.items():
         for one in disturbances:
             if one.end_s <= begin_s or one.start_s >= end_s:

@@ -61,8 +61,8 @@ def judge() -> None:
     """Judge the traces of a watched script in a separate process: print the verdict, and write JSON and the page.
 
     The command line has four arguments: the folder of the traces, the JSON file of the previous verdict (or an empty
-    file), the JSON file to write, and the file for the page (or ""). The process ends when its standard input is
-    closed, because then the script's process, which holds the other end, has ended.
+    file), the JSON file to write, and the file for the page (or ""). The script's process holds the other end of this
+    process's standard input. When the input is closed, the script has ended, and this process ends, too.
     """
     folder, before, document, page = sys.argv[1:]
     threading.Thread(target=_end_with_script, daemon=True).start()

@@ -116,16 +116,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     A message is launched when the previous message has been launched and all tensors in it are ready, even if a later
     message is ready earlier. With `forward_overlap`, a forward op waits only for the parameters that it reads. Without
     `forward_overlap`, every forward op waits for the last message. `op_order` is the order in which a worker runs its
-    ops in one iteration, backward pass first; if it is empty, `Workload.iteration_order()` holds. `node_order` has the
-    names of the ops that are nodes of a compiled model's graphs, in the order of `op_order`; the runtime puts the nodes
-    into this order. `node_order` is empty if no node moves.
+    ops in one iteration, backward pass first; if it is empty, ops run in the order of `Workload.iteration_order()`.
+    `node_order` has the names of the ops that are nodes of a compiled model's graphs, in the order of `op_order`; the
+    runtime puts the nodes into this order. `node_order` is empty if no node moves.
 
     `shard` says which state is divided, so that each worker keeps only its *shard*: the optimizer's states, or also the
-    gradients (ZeRO-1 and ZeRO-2, Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). In a sharded plan, all messages
-    are halves. After a reduce_scatter, a worker updates its shard of the parameters, and the all_gather with the same
-    slices distributes the updated *parameters*. An optimizer op waits for the reduce_scatters of the tensors that it
-    reads. An all_gather waits for the optimizer ops that update its tensors. A forward op waits for the all_gathers of
-    the tensors that it reads.
+    gradients (ZeRO-1 and ZeRO-2, Rajbhandari, Rasley, Ruwase, He, SC 2020, section 5). A sharded plan has no
+    all_reduces, only reduce_scatters and all_gathers. After a reduce_scatter, a worker updates its shard of the
+    parameters, and the all_gather with the same slices distributes the updated *parameters*. An optimizer op waits for
+    the reduce_scatters of the tensors that it reads. An all_gather waits for the optimizer ops that update its tensors.
+    A forward op waits for the all_gathers of the tensors that it reads.
 
     `carrier` says who runs the plan. DDP can run only all-reduces of exact gradients.
     """
@@ -165,11 +165,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
     def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
-        """Return the plan sharded as `shard` says, with two halves in place of each all_reduce.
+        """Return the plan sharded as `shard` says, with a reduce_scatter and an all_gather in place of each all_reduce.
 
         Each all_reduce becomes a reduce_scatter in its place. The all_gathers follow, in the order in which the next
         forward pass reads the parameters; `places` has the place of each tensor in that order, and tensors without a
-        place come last. Existing halves keep their slices. With `shard="none"`, the plan is returned unchanged.
+        place come last. Existing reduce_scatters and all_gathers keep their slices. With `shard="none"`, the plan is
+        returned unchanged.
 
         Raises `InputError` on an unknown `shard`, on a plan for parameter servers, and on a plan that is already
         sharded in another way.
@@ -204,7 +205,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
 
     def describe(self, workload: Workload) -> str:
-        """Return the schedule, one line per message, with the op before it and the first op that waits for it.
+        """Return the schedule, one line per message, which names the op before the message and the first op that waits.
 
         An all_gather or a pull is sent after the messages that aggregated its bytes. In a sharded plan, an all_gather
         is sent after the ops that update its tensors, and before the first forward op that reads its tensors. Raises
@@ -269,7 +270,7 @@ def _kind(message: Message) -> str:
 
 
 def _contents(message: Message, sizes: Mapping[str, int]) -> str:
-    """Return the tensors of a message, only the first and the last of many. [start:stop] marks a part of a tensor."""
+    """Return the names of tensors, or only the first and the last of many. [start:stop] marks a part of a tensor."""
     names = [
         shorten(piece.tensor) + (f"[{piece.start}:{piece.stop}]" if piece.nbytes < sizes[piece.tensor] else "")
         for piece in message.slices
@@ -322,7 +323,7 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
 
 
 def _check_sharded(plan: Plan) -> None:
-    """Check that each all_gather has its own reduce_scatter, since a worker's shard depends on the message."""
+    """Check that each all_gather has the slices of an earlier reduce_scatter, which decide which shard a worker has."""
     scattered: set[tuple[Slice, ...]] = set()
     for i, message in enumerate(plan.messages):
         if message.wire is not None:

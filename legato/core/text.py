@@ -31,7 +31,7 @@ def with_article(noun: str) -> str:
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """Return a share as a percentage, such as `3.1%` (`+3.1%` if `signed`) for 0.031; from 100% on, without decimals.
+    """Return a share as a percentage, such as `3.1%` for 0.031, or `+3.1%` if `signed`; 100% and more have no decimals.
 
     A share that rounds to zero (`0.0%`) has no sign.
     """

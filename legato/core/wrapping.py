@@ -33,9 +33,10 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A call of `fully_shard`: modules that share an all-gather of parameters and a reduce-scatter of gradients.
 
     `modules` are the paths of the modules in the model, in the order in which they run. `reshard` is
-    `reshard_after_forward`: True frees the parameters after the forward pass, and False keeps the parameters until the
-    backward pass has used them. With `reshard` = n, each of n ranks keeps 1/n of the parameters. If `in_backward` is
-    False, the backward pass does not read the parameters, and they are not gathered for it (`set_unshard_in_backward`).
+    `reshard_after_forward`: with True, the parameters are freed after the forward pass, and with False, they are kept
+    until the backward pass has used them. If `reshard` is a number n, each of n ranks keeps 1/n of the parameters. If
+    `in_backward` is False, the backward pass does not read the parameters, so they are not gathered for it
+    (`set_unshard_in_backward`).
     """
 
     modules: tuple[str, ...]
@@ -54,7 +55,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     Parameters of modules that are in no group belong to the root group, which is gathered first and kept.
     `forward_prefetch` and `backward_prefetch` are the numbers of next groups that each group prefetches
-    (`set_modules_to_forward_prefetch`); with 0, FSDP2's own rule holds. `buffers` is
+    (`set_modules_to_forward_prefetch`); with 0, FSDP2 itself chooses what to prefetch. `buffers` is
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
     `replicas` times (HSDP). The gradients of `micro_batches` micro-batches are accumulated in one step and reduced as
     `sync` says. `workload_id` is the identity of the workload for which the wrapping was planned. Raises `InputError`
@@ -113,14 +114,14 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
-        """Return `reshard_after_forward` of each group, which is False if parameters are gathered only once a step."""
+        """Return each group's `reshard_after_forward`: always False if parameters are gathered only once a step."""
         return [group.reshard if self.sync != "gathered-once" else False for group in self.groups]
 
     def as_code(self, model_name: str = "model") -> str:
         """Return the lines of torch that wrap a model as `legato.fully_shard` does.
 
-        If several micro-batches are accumulated in another way than by default, the lines end with a comment that shows
-        the training loop.
+        If several micro-batches are accumulated and `sync` is not `each`, the lines end with a comment that shows the
+        training loop.
         """
         return "\n".join([*self._imports(), "", *self._groups(), *self._calls(model_name), *self._loop(model_name), ""])
 
@@ -194,13 +195,13 @@ def _parts(path: str) -> tuple[str, int, str]:
 
 
 def _shape(paths: Sequence[str]) -> list[tuple[str, int, str]]:
-    """Return the paths with numbers relative to the first path. Groups that differ only by a number are then equal."""
+    """Return paths with numbers minus the first path's number. Groups that differ only by a number become equal."""
     parts = [_parts(path) for path in paths]
     return [(before, number - parts[0][1], behind) for before, number, behind in parts]
 
 
 def _lines(groups: Sequence[Sequence[str]], reshard: str) -> list[str]:
-    """Return code for groups of one shape: one by one, or, from three groups on, as a loop over `k`."""
+    """Return code for groups that differ only by a number: a line for each, or a loop over `k` from three on."""
     starts = [_parts(paths[0])[1] for paths in groups]
     step = starts[1] - starts[0] if len(starts) > 1 else 0
     counted = all(_parts(path)[1] >= 0 for path in groups[0])
@@ -216,7 +217,7 @@ def _range(start: int | str, stop: int | str, step: int = 1) -> str:
 
 
 def _list(paths: Sequence[str], base: int | None = None) -> str:
-    """Return code for a list of paths. With a base, numbers are written as `k` plus their distance from it."""
+    """Return code for a list of paths. With a base, numbers become `k` plus their distance from the base."""
 
     def number(n: int) -> str:
         return str(n) if base is None else "k" if n == base else f"k {'-' if n < base else '+'} {abs(n - base)}"

@@ -67,8 +67,8 @@ SERVER_STAGES = ("capture", "calibrate", "plan", "train, every order and DDP")
 class ServerRow(msgspec.Struct, frozen=True):
     """The result for one order of pulls: times in seconds per iteration, and differences of the trained weights.
 
-    `predicted_s` is simulated on the network that the calibrated all-reduce implies. `out_of_order` is the fraction of
-    transfers that arrived out of order.
+    `predicted_s` is simulated on a network whose latency and bandwidth follow from the calibrated all-reduce.
+    `out_of_order` is the fraction of transfers that arrived out of order.
     """
 
     order: str

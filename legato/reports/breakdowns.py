@@ -45,7 +45,7 @@ def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool
 
 
 def breakdown_charts(charts: Sequence[BreakdownChart], number: int, figures: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the values that the template needs for each chart, and add its figure to `figures` by id.
+    """Return the values that the template needs for each chart, and add the chart's figure to `figures` by id.
 
     All charts share one scale.
     """
@@ -61,7 +61,7 @@ def breakdown_charts(charts: Sequence[BreakdownChart], number: int, figures: dic
 
 
 def draw_breakdowns(bars: Sequence[Breakdown], longest_s: float) -> dict[str, Any]:
-    """Return the figure, with a bar for each step from the top, on a time axis up to `longest_s`."""
+    """Return the figure, with one bar for each step, from top to bottom; the time axis ends at `longest_s`."""
     unit, scale = time_unit(longest_s) if longest_s < 1 else ("s", 1.0)
     traces = []
     for part, (colour, pattern) in PARTS.items():
@@ -89,7 +89,7 @@ def draw_breakdowns(bars: Sequence[Breakdown], longest_s: float) -> dict[str, An
 def _trace(
     part: str, colour: str, pattern: str, bars: Sequence[Breakdown], rows: Sequence[int], scale: float
 ) -> dict[str, Any]:
-    """Return the trace of one part, for all steps that have this part."""
+    """Return the plotly trace with the bars of one part, for all steps that have this part."""
     shares = [percent(bar.parts[part] / bar.seconds) for bar in bars]
     times = [format_seconds(bar.parts[part]) for bar in bars]
     dim = part == "bubble"

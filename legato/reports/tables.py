@@ -14,7 +14,7 @@ __all__ = ["bar_percent", "factor", "heads", "seconds_cell", "share_cell", "tabl
 def heads(
     names: Sequence[str], ordered: int | None = None, help: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the heads of the columns; rows are sorted by column `ordered`, and `help` has the tooltips."""
+    """Return the heads of the columns; rows are sorted by the column with index `ordered`; `help` has the tooltips."""
     return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
 
 
@@ -24,7 +24,7 @@ def table_of(
     ordered: str = "",
     best: int | None = None,
 ) -> dict[str, Any]:
-    """Return the table of these columns (name, cells) for the template, without empty columns; row `best` is marked."""
+    """Return the table for the template; `columns` are (name, cells), without empty ones; row `best` is marked."""
     shown = [(name, cells) for name, cells in columns if any(cell["sort"] != "" for cell in cells)]
     names = [name for name, _ in shown]
     rows = [
@@ -35,7 +35,7 @@ def table_of(
 
 
 def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
-    """Return a cell that is sorted by `sort` (None comes last), with a bar of `bar` percent of its width."""
+    """Return a cell with a bar of `bar` percent of its width; rows are sorted by `sort` (None comes last)."""
     return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
 
 
@@ -61,5 +61,5 @@ def seconds_cell(seconds: float | None, longest: float | None = None) -> dict[st
 
 
 def time_unit(largest_s: float) -> tuple[str, float]:
-    """Return (name, seconds) of the unit for times up to `largest_s`: milliseconds if that is from 1 ms to 10 s."""
+    """Return (name, seconds) of the unit for times up to `largest_s`; from 1 ms to 10 s, it is milliseconds."""
     return ("s", 1.0) if largest_s >= 10 else ("ms", 1e-3) if largest_s >= 1e-3 else ("us", 1e-6)

@@ -32,7 +32,7 @@ _LANE = 0.88
 
 
 def _begins_with(timelines: Sequence[Timeline]) -> str:
-    """Return the pass with which an iteration begins: "backward", or "forward" if parameters are gathered for it."""
+    """Return the first pass of an iteration: "backward", or "forward" if the forward pass gathers parameters."""
     spans = [span for timeline in timelines for span in timeline.spans if span.kind in ("forward", "backward")]
     return min(spans, key=lambda span: span.start_s).kind if spans else "backward"
 
@@ -40,10 +40,10 @@ def _begins_with(timelines: Sequence[Timeline]) -> str:
 def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) -> dict[str, Any]:
     """Return the figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
-    Each timeline has a lane for computation, where idle gaps are hatched, and a lane for
-    the network. A solid line marks the end of the iteration. Predicted timelines also have
-    a dashed line at the lower bound. Measured timelines show single iterations; if the number
-    of a timeline is in `single`, its time is not written, because the page has the median.
+    Each timeline has a lane for computation, where idle gaps are hatched, and a lane for the network. A solid line
+    marks the end of the iteration. Predicted timelines also have a dashed line at the lower bound. Measured timelines
+    show single iterations; if the number of a timeline is in `single`, the time of its iteration is left out, because
+    the page has the median time.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))
@@ -104,7 +104,7 @@ def _add_spans(traces: dict[str, dict[str, Any]], timeline: Timeline, i: int, sc
 
 
 def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
-    """Return all spans for the search, even short ones: number of the name, start, end, centre and height."""
+    """Return all spans for the search, even short ones: index of the name, start, end, centre and height."""
     numbers: dict[str, int] = {}
     found = []
     for i, timeline in enumerate(timelines):
@@ -165,7 +165,7 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
 
 
 def _facts(timeline: Timeline, end: str) -> list[str]:
-    """Return the facts to write after a timeline's name; `end` is the time of the iteration, or empty."""
+    """Return the facts to write after a timeline's name; `end` is the iteration's time as text, or "" to omit it."""
     facts = [f"{timeline.source_in_words} <b>{end}</b>" if end else timeline.source_in_words]
     if timeline.lower_bound_s and timeline.source == "predicted":
         gap = percent(timeline.iteration_s / timeline.lower_bound_s - 1)

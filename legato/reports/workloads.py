@@ -25,7 +25,7 @@ def readiness(workload: Workload) -> list[tuple[float, int, str]]:
 
 
 def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tuple[float, int]]:
-    """Return the corners (seconds, bytes sent) of the curve of a network that sends whenever a gradient is ready."""
+    """Return the corners (seconds, bytes) of the curve of bytes sent if the network sends gradients once ready."""
     corners: list[tuple[float, int]] = []
     at, sent = 0.0, 0
     for ready_s, nbytes, _ in ready:

@@ -28,7 +28,7 @@ OneOrMore = T | Sequence[T]
 
 
 class Axes(TypedDict, total=False):
-    """The types of the axes of a network by field, with one value or several (`core/axes.py` explains the axes)."""
+    """The types of the axes, the properties of a network that a sweep can vary (`core/axes.py` explains them)."""
 
     workers: OneOrMore[int]
     servers: OneOrMore[int]

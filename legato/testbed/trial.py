@@ -64,7 +64,7 @@ class _Runner(Protocol):
 
 
 class _Loop:
-    """The training loop of an emulated model in any wrapper."""
+    """The training loop of an emulated model, whatever wraps the model (DDP, for example)."""
 
     def __init__(self, model: EmulatedModel, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
@@ -219,7 +219,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
 
 
 def _predicted(candidate: Candidate, name: str | None = None) -> _Prediction:
-    """Return the prediction of a plan, with its scheduler's name or the given name."""
+    """Return the prediction of a plan under the given name, or by default under the scheduler's name."""
     plan = candidate.plan
     return _Prediction(name or plan.scheduler, plan, candidate.timeline, candidate.bound.seconds)
 

@@ -32,15 +32,15 @@ def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return 1F1B: a forward pass per later stage, then alternating passes (PipeDream-flush, arXiv 2006.09503)."""
+    """Return 1F1B: a forward pass per later stage, then both passes in turn (PipeDream-flush, arXiv 2006.09503)."""
     return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
 
 
 def _in_turns(workers: int, microbatches: int, ahead: Callable[[int], int], chunks: int = 1) -> Schedule:
     """Return a schedule in which each worker runs `ahead` forward passes, then alternates forward and backward passes.
 
-    With chunks, forward passes take `workers` micro-batches through one chunk, then through the next chunk. Backward
-    passes do the same in reverse, from the last chunk on (arXiv 2104.04473, section 2.2).
+    With several chunks, the next `workers` micro-batches go forward through one chunk, then through the next chunk.
+    Backward passes do the same in reverse, from the last chunk on (arXiv 2104.04473, section 2.2).
     """
     passes = []
     for index in range(microbatches * chunks):

@@ -5,8 +5,8 @@ in attention, one matrix for query, key and value of self-attention, and embeddi
 has the 164 tensors of PACE's Table II. The vocabulary (31,000 words on both sides) is inferred from the 91.8 million
 parameters, and sentences are assumed to have 32 words.
 
-`transformer-shared` is the original model, with one table for both embeddings and the output layer (37,000 words,
-section 5.1), which is a tensor with three readers. The original model has 63.1 million parameters, although the paper's
+`transformer-shared` is the original model, in which both embeddings and the output layer share one table (37,000 words,
+section 5.1). So this tensor has three readers. The original model has 63.1 million parameters, although the paper's
 Table 3 says 65 million.
 """
 
@@ -28,7 +28,7 @@ def transformer() -> Model:
 
 
 def transformer_shared() -> Model:
-    """Return the model in which source, target and output share one table."""
+    """Return the model in which source embedding, target embedding and output layer share one table."""
     return _transformer("transformer-shared", 37_000, shared=True)
 
 

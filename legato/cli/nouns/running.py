@@ -70,7 +70,7 @@ class Running:
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
-        """Yield keyword arguments for functions of `legato.sweeps`, such as a journal next to the file `kept`."""
+        """Yield keyword arguments for functions of `legato.sweeps`; the journal lies next to the output file `kept`."""
         from legato.sweeps.journal import Journal, journal_of
         from legato.sweeps.parallel import check_backend
 
@@ -115,7 +115,7 @@ class Written:
         return [path for path in (self.output, self.report) if path is not None]
 
     def rows(self, rows: Sequence[Row], report: Callable[[], Report], show: Callable[[], None], json: bool) -> None:
-        """Write the rows, or a report that draws them, to the output files; print the rows as JSON or with `show`."""
+        """Write the rows, or a report that draws them, to the output files; print JSON, or call `show()`."""
         from legato.reports.html import write_report
         from legato.sweeps import write_rows
 
@@ -133,5 +133,5 @@ class Written:
 
     @property
     def first(self) -> Path | None:
-        """Return the file next to which the file of finished cells lies, or None if nothing is written."""
+        """Return the first output file, next to which the journal of cells lies; None if nothing is written."""
         return next(iter(self.paths), None)

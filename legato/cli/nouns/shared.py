@@ -155,7 +155,7 @@ def sweep(
     how: Hosts,
     json: Json = False,
 ) -> None:
-    """Simulate a mix of jobs on every network, and print a row for each; `--workers` has the sizes of the jobs."""
+    """Simulate a mix of jobs on every network, and print a row for each network; `--workers` has each job's workers."""
     _check_links(cells.fidelity)
     if "servers" in given.axes:
         raise InputError("--servers: does not apply to jobs that share networks")
@@ -204,7 +204,7 @@ def _check_links(fidelity: str | None) -> None:
 
 
 def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
-    """Return the network with these values of its axes, and with enough hosts for jobs of these numbers of workers."""
+    """Return the network with these properties (`values`), and with hosts for all workers of the jobs."""
     from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweeps.grid import network_of
 
@@ -278,7 +278,7 @@ def _jobs(
 
 
 def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
-    """Return a row for each case: equal priorities, given priorities, Crux's priorities, and the best shifts."""
+    """Return a row for each case: jobs with equal, with given and with Crux's priorities, and at the best shifts."""
     from legato.simulator.flow import best_shifts
 
     own_s = [job.shift_s for job in shared.jobs]
@@ -380,7 +380,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _drifts(phases: Phases) -> Table:
-    """Return a table of the mean slowdown with the best shifts, and when jobs miss them."""
+    """Return a table of the mean slowdown if all jobs start at their best shifts, and if they miss these shifts."""
     table = Table(title="when the jobs miss the best shifts", header_style="dim")
     table.add_column("phase")
     table.add_column("mean slowdown", justify="right")

@@ -39,7 +39,7 @@ class RankGraph(NamedTuple):
     def of(
         cls, order: Sequence[TraceNode], computing: Set[int], collectives: Mapping[int, tuple[str, int | None]]
     ) -> RankGraph:
-        """Return the graph of nodes in dependency order, with nodes without computation as early as possible."""
+        """Return the graph with nodes by their dependencies; nodes without computation come as early as possible."""
         behind: dict[int, int] = {}  # by node, how many computing nodes run before it
         latest: dict[object, int] = {}
         computed = 0
@@ -95,7 +95,7 @@ def _group(node: TraceNode) -> object:
 
 
 def _transfer(graph: RankGraph, node: TraceNode, members: Mapping[object, list[int]]) -> TracedTransfer:
-    """Return a node as a transfer. A node that legato wrote carries gradients."""
+    """Return a node as a transfer. Only nodes that legato wrote (they have a `phase`) are known to carry gradients."""
     told, seconds = node.attributes, graph.seconds(node)
     if node.type in SEND_RECEIVE:
         sends = node.type == SEND_RECEIVE[0]

@@ -27,7 +27,7 @@ def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.T
     """Import FILE.py and call FUNCTION, where `spec` is "FILE.py:FUNCTION".
 
     FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass and returns the scalar loss. Raises
-    `CaptureError` if this fails, also for an exception in the user's code.
+    `CaptureError` if this fails, even if the user's code raises another exception.
     """
     build = code.load(spec, CaptureError)
     path, _, function = spec.rpartition(":")

@@ -1,4 +1,4 @@
-"""Observes training steps through hooks, and makes a workload from the steps that agree.
+"""Observes training steps through hooks, and makes a workload from the steps with the most frequent order of events.
 
 The user's program is not changed: no operator is recorded, and no step is slower. Plans only need certain moments, and
 hooks see these moments: when modules begin to run (and first read their parameters), when the backward pass begins,
@@ -32,7 +32,7 @@ _AT_ONCE = 0.02
 
 @dataclass
 class _Step:
-    """The marks of one step on the clock: when its phases begin, and the moments of each parameter, by name."""
+    """The times in one step when its phases begin, and when each parameter (by name) is read and has its gradient."""
 
     begin: Any
     reads: dict[str, Any] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class _Seconds:
 class StepObserver:
     """Notes the moments of each step; its methods are called at these moments.
 
-    `parameters` has the parameters whose gradients are averaged, by name. With `compiled`, calls of modules are not
-    seen.
+    `parameters` has the parameters whose gradients are averaged, by name. With `compiled`, hooks do not see the calls
+    of modules.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], compiled: bool) -> None:
@@ -130,7 +130,7 @@ class StepObserver:
                 self._step.reads.setdefault(name, now)
 
     def workload(self, name: str, optimizers: Iterable[torch.optim.Optimizer], warmup: int) -> Workload:
-        """Return the iteration on which most steps agree, without the first `warmup` steps.
+        """Return the iteration in the order that most steps have, without the first `warmup` steps.
 
         Raises `CaptureError` if there is no such iteration, because gradients are complete in a different order in each
         step.
@@ -193,7 +193,7 @@ def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
-    """Return one op for the time from each moment to the next.
+    """Return one op for the time from each of these moments to the next.
 
     Each op depends on the previous op; the first op has index `first`.
     """
@@ -206,7 +206,8 @@ def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
 def _spread(ready: Mapping[str, float], nbytes: Mapping[str, int]) -> dict[str, float]:
     """Return when each gradient is complete; gradients that a graph returns together are spread over the graph's time.
 
-    The gradients are spread by their bytes, because legato's own graphs hand each gradient over when it is computed.
+    Each gradient takes a share of the time in proportion to its bytes: when legato cuts the graph, gradients are
+    complete one after another.
     """
     last_s = max(ready.values())
     groups: list[list[str]] = []

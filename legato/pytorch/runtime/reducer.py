@@ -32,10 +32,10 @@ class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
     A backward pass sends gradients if the reducer is `armed` when the pass begins; `ended()` is called after it. As in
-    DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded plan, the
-    steps of `optimizers` are divided among the ranks. With `error_feedback`, what rounding to a wire format removes
-    from gradients and their sum is added to the next step's gradients (Seide et al., Interspeech 2014). Raises
-    `PlanError` if the plan is for another model (`buckets.check_plan`).
+    DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded plan, each
+    rank runs a part of each step of the `optimizers`. With `error_feedback`, the errors of rounding to a wire format
+    are kept, and added to the gradients of the next step (Seide et al., Interspeech 2014). Raises `PlanError` if the
+    plan is for another model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Reducer:
 
     @property
     def in_backward(self) -> bool:
-        """Return whether a backward pass that sends is running, or has failed."""
+        """Return whether a backward pass that sends gradients is running, or has failed."""
         return self.messages.in_backward
 
     def settle(self) -> None:
@@ -93,7 +93,7 @@ class Reducer:
         self.delivery.settle()
 
     def watch(self) -> AbstractContextManager[None]:
-        """Return a context for a forward pass, in which readers of parameters are watched."""
+        """Return a context that watches which operations read parameters in a forward pass."""
         return self.readers.watch(self.slots, self.delivery.install_gate)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Reducer:
         raise self.messages.watchdog.failure(f"backward pass {self.messages.passes + 1}", error) from error
 
     def begin_backward(self) -> None:
-        """Begin a backward pass that sends. Raises `RankError` if a parameter was read before its pending update."""
+        """Begin a pass that sends gradients. Raises `RankError` if a parameter was read before its pending update."""
         for slot in self.delivery.pending:
             if slot.stage == PENDING and self.accumulator_of[slot].will_run:
                 self._read_stale(slot)
@@ -173,7 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Record that a gradient has arrived or is absent; pack it when due, and launch complete buckets in order."""
+        """Record that a gradient arrived or is absent; pack gradients once enough wait, and launch complete buckets."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:

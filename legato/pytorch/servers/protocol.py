@@ -101,8 +101,8 @@ class Command(msgspec.Struct, frozen=True):
 class StepRequest(msgspec.Struct, frozen=True):
     """A request to step: the hyper-parameters of all groups, and the gradients that the script changed after averaging.
 
-    `changed` has (shard index, whether a gradient exists) for each changed gradient; worker 0 then sends the gradients
-    that exist.
+    `changed` has, for each shard of a changed gradient, its index and whether the gradient still exists. After the
+    request, worker 0 sends the changed gradients that exist.
     """
 
     groups: list[dict[str, Any]]
@@ -136,7 +136,7 @@ class Transport:
             raise self.watchdog.failure(f"{what} from {self.named(source)}", error) from error
 
     def wait(self, work: Any, peer: int, what: str, *, ever: bool = False) -> None:
-        """Wait for a send or receive. Raises `RankError` if the peer is gone or, unless `ever`, after the timeout."""
+        """Wait for a send or receive. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
         try:
             work.wait(_ANY_TIME if ever else self._patience)
         except RuntimeError as error:
@@ -145,7 +145,7 @@ class Transport:
     def begin_command(
         self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = ""
     ) -> list[PendingSend]:
-        """Launch the send of a command, after all earlier sends; `before` names the transfer that follows it."""
+        """Launch the send of a command after all earlier sends; `before` names the transfer after the command."""
         what = f"the command that precedes {before}" if before else "a command"
         parts = [torch.tensor([kind, iteration, len(content)], dtype=torch.int64)]
         if content:
@@ -153,7 +153,7 @@ class Transport:
         return [self.send(part, to, 0, what) for part in parts]
 
     def command(self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = "") -> None:
-        """Send a command, and wait until it is sent; `before` names the transfer that follows it."""
+        """Send a command, and wait until it is sent; `before` names the transfer that follows the command."""
         self.finish(self.begin_command(to, kind, iteration, content, before=before))
 
     def finish(self, sent: list[PendingSend]) -> None:
@@ -163,7 +163,7 @@ class Transport:
         sent.clear()
 
     def next_command(self, source: int, what: str, *, ever: bool = False) -> Command:
-        """Wait for the next command of a rank. If the command does not arrive, the error names `what` as missing."""
+        """Wait for the next command of a rank. If none arrives, the error says that `what` is missing."""
         head = torch.zeros(3, dtype=torch.int64)
         self.wait(self.receive(head, source, 0, what), source, what, ever=ever)
         kind, iteration, length = head.tolist()
@@ -175,9 +175,9 @@ class Transport:
 
 
 def join(store: Any, rank: int, size: int, patience_s: float, problem: str) -> None:
-    """Wait until all ranks have called this, each with its problem or an empty string.
+    """Wait until all ranks have called this; each rank states its `problem`, or an empty string if it has none.
 
-    Raises `RankError` that names the ranks that did not join, or the first rank with a problem.
+    Raises `RankError`, which names the ranks that did not join, or the first rank that stated a problem.
     """
     store.set(f"joined/{rank}", problem)
     deadline = time.monotonic() + patience_s

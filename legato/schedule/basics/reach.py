@@ -1,4 +1,4 @@
-"""The total time of all ops that an op reaches, in graphs too large to store a bit for every pair of ops.
+"""The total time of all ops that an op reaches, in graphs that are too large to store a bit for each pair of ops.
 
 Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of the chain. So any op that
 reaches an op of the chain also reaches all earlier ops of this chain. The ops that an op reaches are therefore a prefix
@@ -7,9 +7,9 @@ Source: the chain compression of Jagadish (A Compression Technique to Materializ
 with a greedy cover.
 
 A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps the
-number of chains small. A chain continues with the op that has the longest path after it, not with a short end such as
-the gradient of a weight. An op that begins a branch continues the chain of a branch that has ended, if the op reaches
-all of that chain.
+number of chains small. Of the ops that could continue a chain, the cover takes the op with the longest path after it,
+not an op whose path ends soon, such as the gradient of a weight. An op that begins a branch continues the chain of
+another branch that has ended, if the op reaches all ops of that chain.
 
 If an op reaches more chains than there is memory for, only the chains with the longest times are kept. The resulting
 time is then too small, never too large. A release time or a tail that is too small makes a bound weaker, but never
@@ -34,10 +34,10 @@ _LEAST_ENTRIES = 16
 def reached_s(
     order: Sequence[int], neighbours: Sequence[Sequence[int]], duration_s: Sequence[float], starts: Iterable[list[int]]
 ) -> list[float]:
-    """Return, for each start, the seconds of its ops and of all ops that they reach along `neighbours`.
+    """Return, for each list of ops in `starts`, the seconds of these ops and of all ops that they reach.
 
-    `order` has every op that can be reached, each after its neighbours. A time is too small if some op reaches more
-    chains than can be kept.
+    An op reaches its `neighbours`, and all ops that they reach. `order` has every op that can be reached, each after
+    its neighbours. A time is too small if some op reaches more chains than can be kept.
     """
     cover = Cover(order, neighbours, duration_s)
     return [cover.seconds(cover.joined(ops)) for ops in starts]
@@ -82,7 +82,7 @@ class Cover:
         return len(self.last) - 1
 
     def joined(self, ops: Sequence[int]) -> dict[int, int]:
-        """Return, by chain, how many ops of the chain these ops reach together."""
+        """Return, for each chain, how many ops of the chain at least one of these ops reaches."""
         if not ops:
             return {}
         joined = self.reached[ops[0]].copy()
@@ -103,7 +103,7 @@ class Cover:
 def _heirs(order: Sequence[int], neighbours: Sequence[Sequence[int]]) -> tuple[dict[int, int], dict[int, int]]:
     """Return, for each op, the number of ops on the longest path to it, and the op before it on this path.
 
-    An op that no other op reaches has itself as the op before it.
+    If no other op reaches an op, the op itself is returned as the op before it.
     """
     height, heir = dict.fromkeys(order, 1), {op: op for op in order}
     for op in reversed(order):

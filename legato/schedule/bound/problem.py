@@ -35,8 +35,8 @@ _BITS, _OP_BITS = 58, 49
 def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: float | None = None) -> LinearCost:
     """Return the highest line that stays below the costs of all collectives from 0 to `nbytes` bytes.
 
-    The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, the line meets the cheapest cost
-    at `nbytes`, and at the other end only if possible. If `alpha` is given, it is the line's value at 0.
+    The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, the line always meets the cheapest
+    cost at `nbytes`, but at 0 only if possible. If `alpha` is given, it is the line's value at 0.
     """
     costs = cluster.least_costs()
     sizes = [number(x) for cost in costs for x, _ in cost.points if x < nbytes]
@@ -54,10 +54,10 @@ def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: fl
 class Problem:
     """A workload on a cluster, for plans of one kind.
 
-    `every` is the workload with all ops; with shards, an optimizer op updates only one worker's shard. `workload` has
-    no optimizer ops if these are sharded, and is otherwise the same. `release` and `tail` are indexed by tensor. A half
-    of an all-reduce takes `half` to start, plus the `half_work` of its bytes. In exact problems, `part_s` is the length
-    of a tick in seconds.
+    `every` is the workload with all ops; under sharded plans, its optimizer ops take the time to update one worker's
+    shard. `workload` is the same, but under sharded plans it has no optimizer ops. `release` and `tail` are indexed by
+    tensor. A half of an all-reduce (a reduce-scatter or an all-gather) takes `half` to start, plus the `half_work` of
+    its bytes. In exact problems, `part_s` is the length of a tick in seconds.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Problem:
         return sum(op.duration_s for op in self.every.ops) if self.exact else self.every.compute_s
 
     def half_work(self, tensors: Iterable[int]) -> list[float]:
-        """Return, for each of these tensors, how long a half takes for its bytes ("Cost" in docs/bounds.md)."""
+        """Return, for each tensor, the time of half an all-reduce without its startup ("Cost" in docs/bounds.md)."""
         sizes = [self.workload.tensors[t].nbytes for t in tensors]
         beta = cheapest_line(self.cluster, sum(sizes), self.number, self.alpha_s).beta_s_per_byte / 2
         work = [beta * nbytes for nbytes in sizes]
@@ -123,14 +123,14 @@ class Problem:
         return sum(op.duration_s for op in self.every.ops if op.phase == phase)
 
     def check_tensors(self, tensors: Sequence[int]) -> None:
-        """Raise `InputError` unless these are indices of tensors of the workload, at least one and each only once."""
+        """Raise `InputError` unless these are different indices of tensors of the workload, and at least one."""
         count = len(self.workload.tensors)
         if not tensors or len(set(tensors)) != len(tensors) or min(tensors) < 0 or max(tensors) >= count:
             raise InputError(f"certificate: tensors {tensors} (expected different indices below {count}, at least one)")
 
 
 class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="case"):
-    """An argument of docs/bounds.md for why no schedule is faster, and the tensors for which it holds."""
+    """An argument of docs/bounds.md that no schedule is faster than a bound, and the tensors that it uses."""
 
     @property
     def case(self) -> str:
@@ -139,7 +139,7 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterable[Proved]:
-        """Find certificates that prove more than `beat`, or nearly as much; there may be none."""
+        """Find certificates that prove a longer time than `beat`, or nearly as long a time; there may be none."""
         raise NotImplementedError
 
     def proves(self, problem: Problem) -> float:

@@ -13,7 +13,8 @@ partitions in the order in which they come, so an urgent partition waits for all
 window. More credit delays preemption. With credit for a single partition, ByteScheduler is the same as P3.
 
 The defaults are the values that ByteScheduler's documentation gives for all-reduce: 8 million parameters of 4 bytes per
-partition, and credit for 16 million (for parameter servers, 1 and 4 million).
+partition, and credit for 16 million parameters. (For parameter servers, the documentation gives 1 million and 4
+million.)
 
 Deviations:
 - In this model the network carries one message at a time, and one message uses it fully. The window exists to hide the
@@ -61,9 +62,10 @@ def bytescheduler(
 ) -> Plan:
     """Return a plan that sends partitions of at most `partition_bytes` in the queue's order, with forward overlap.
 
-    The runtime sends whole elements, so `partition_bytes` should be a multiple of 16. If `max_message_bytes` is lower,
-    it is used instead, rounded down to a multiple of 16. Raises `InputError` if `partition_bytes` or `credit_bytes` is
-    below 1, `max_message_bytes` is below 16, there are too many partitions, or the cluster lacks the collective.
+    The runtime sends whole elements, so `partition_bytes` should be a multiple of 16. If `max_message_bytes` is lower
+    than `partition_bytes`, it takes its place, rounded down to a multiple of 16. Raises `InputError` if
+    `partition_bytes` or `credit_bytes` is below 1, `max_message_bytes` is below 16, there are too many partitions, or
+    the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):

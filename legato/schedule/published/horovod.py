@@ -14,7 +14,7 @@ Deviations:
 - A plan says which tensors are sent together and in which order, and has no clock. The messages are those that the
   cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore
   that a message waits for its tick, up to a cycle after its last gradient. Predictions also ignore the cost of the
-  negotiation. So predicted iterations are too short by these two times.
+  negotiation. So predicted iterations are too short by the waits and the cost of negotiation.
 - Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread itself sends, so a long
   message delays the next tick.
 - A workload has only one dtype, and there is no response cache.

@@ -3,8 +3,8 @@
 The time of a search grows with the number of tensors, or with its square. But if a model has 100,000 tensors, each
 message holds hundreds of tensors, and it does not matter which of two neighbours in ready order ends a message. So
 tensors that become ready one after another form blocks of about equal size, and the search plans for blocks. A block is
-ready with its last tensor and as urgent as its most urgent tensor; it is partitioned like a tensor. In a model with few
-tensors, each block has a single tensor.
+ready when its last tensor is ready, and as urgent as its most urgent tensor. A block can be partitioned, as a tensor
+can. In a model with few tensors, each block has a single tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a `Program` on the links of a network: communications are flows, which share links at max-min fair rates.
 
 A communication begins when all its workers have started it and the previous communication of its groups has ended.
-After its latency, the communication is a flow over all its links at once (`connections.py`). Among workers that are
-alike, only one is simulated (`quotient.py`).
+After its latency, the communication is a flow that uses all its links at the same time (`connections.py`). Among
+workers that are alike, only one is simulated (`quotient.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
-    """A communication: when the last worker started it, when its turn and its latency were over, and when it ended."""
+    """A communication: when the last worker started it, when its turn came and its latency began, and when it ended."""
 
     started_s: float
     begin_s: float
@@ -39,10 +39,11 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
-    """Times of the `workers` of a `lane` that do the same things at the same times.
+    """The times of one class of workers: workers of the same `lane` that do the same things at the same times.
 
-    `times` has (begin, end) of each computation and wait, and `flows` has the flow that a wait is for. The keys of both
-    are numbers of actions. Seconds count from the beginning of the step."""
+    `times` has the begin and the end of each computation and each wait; `flows` has, for each wait, the communication
+    that ends it. The keys of `times` and `flows` are numbers of actions. Seconds count from the beginning of the
+    step."""
 
     lane: int
     workers: NDArray[np.int64]
@@ -56,7 +57,7 @@ class LaneTimes:
 
 
 def run(quotient: Quotient, free: Container[int] = ()) -> list[LaneTimes]:
-    """Return the times of each class of workers; the communications numbered in `free` take no time.
+    """Return the times of each class of identical workers; the communications with numbers in `free` take no time.
 
     Raises `TooLargeError` on too many classes.
     """
@@ -70,7 +71,7 @@ def run_steps(
     shift_s: Sequence[float],
     free: Container[int] = (),
 ) -> list[list[list[LaneTimes]]]:
-    """Return the times of classes by job and step, for `counts[j]` steps of each job, whose lanes are `jobs[j]`.
+    """Return the times of classes of workers by job and step; job j has the lanes `jobs[j]` and runs `counts[j]` steps.
 
     The first step of a job begins after `shift_s[j]` seconds. Each later step begins when all of the job's workers have
     ended the step before. Raises `TooLargeError` on too many classes and steps.
@@ -103,7 +104,7 @@ class _Run:
         self.steps = [self._steps(*job) for job in zip(jobs, counts, shift_s, strict=True)]
 
     def _steps(self, lanes: range, count: int, shift_s: float) -> list[tuple[int, dict[int, _Walk]]]:
-        """Add the steps of a job; return for each step the service before it, and the walks of its workers."""
+        """Add the steps of a job; return for each step the service before it, and the services of its workers."""
         standing = self.quotient.standing["worker"].tolist()
         workers = [worker for worker in standing if int(self.quotient.lane_of[worker]) in lanes]
         begun, result = self._add((), shift_s), []
@@ -134,7 +135,7 @@ class _Run:
         self.afters.extend([after] * len(befores))
 
     def _walk(self, worker: int, step: int, last: int) -> tuple[_Walk, int]:
-        """Add services for a worker's actions in a step, after the service `last`; return them and the last service.
+        """Add services for a worker's actions in a step, after the service `last`; return these and the last of them.
 
         A program waits, within a step, for all communications that it starts in this step.
         """

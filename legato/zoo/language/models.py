@@ -40,10 +40,10 @@ def shaped(
 ) -> LanguageModel:
     """Return a language model of this shape; `more` has further fields of `LanguageModel`.
 
-    By default, a sequence has 8192 tokens, and keys and values have as many heads as queries. The MLP is four times as
-    wide as the model in `gpt`, and three and a half times in `llama`, as in Llama 3 8B and 70B. Experts are as wide as
-    an MLP. Only in the family `gpt`, the table of embeddings is also the output layer. Raises `InputError` as
-    `LanguageModel` does, and if the number of heads does not divide the width.
+    By default, a sequence has 8192 tokens, and keys and values have as many heads as queries. In the family `gpt`, the
+    MLP is four times as wide as the model. In `llama`, it is three and a half times as wide, as in Llama 3 8B and 70B.
+    Experts are as wide as an MLP. Only in the family `gpt`, the table of embeddings is also the output layer. Raises
+    `InputError` as `LanguageModel` does, and if the number of heads does not divide the width.
     """
     if heads < 1 or hidden % heads:
         raise InputError(f"hidden: {hidden} (expected a multiple of the {heads} heads)")
@@ -120,9 +120,9 @@ MODELS: dict[str, LanguageModel] = {
 
 
 def model_named(name: str, **changes: Any) -> LanguageModel:
-    """Return the model with this name after `changes` to its numbers, and to numbers that follow from the changed ones.
+    """Return the model with this name and with `changes` to its numbers; numbers that follow from these change, too.
 
-    Raises `InputError` on an unknown name, with the nearest ones, and as `shaped` does.
+    Raises `InputError` on an unknown name (it lists the nearest names), and for the same reasons as `shaped`.
     """
     if name not in MODELS:
         raise unknown_name("language model", name, MODELS)

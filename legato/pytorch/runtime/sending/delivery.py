@@ -6,11 +6,11 @@ user's `.grad`. If the plan partitions the gradient, `.grad` is None until the g
 
 [Note: streams] On an accelerator, legato delivers averages and runs updates on the stream on which DDP and the
 optimizer would do so: the stream on which the backward pass or `step()` was called (the home stream). A program that
-reads on another stream has made its stream wait for the home stream already, but this wait does not cover work that
-legato adds later. So the first read on another stream waits once more. Later reads would find no gate, and would not
-wait. Therefore the first read on another stream brings everything up to date, the host waits for this work, and from
-then on no parameter waits to be read (`Readers.note_streams`). Until then, gates are installed again after each forward
-pass, so that a read on another stream also meets a gate between a forward pass and its backward pass.
+reads on another stream has already made this stream wait for the home stream, but not for the work that legato adds
+later. So the gate makes the other stream wait again at the first read. The first read removes the gate, so later reads
+would not wait. Therefore the first read on another stream brings everything up to date, the host waits until this work
+is done, and from then on updates are never postponed (`Readers.note_streams`). Until then, gates are installed again
+after each forward pass, to notice reads on another stream before the backward pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ __all__ = ["Delivery"]
 class Delivery:
     """Delivers gradients and updates to one model's parameters, under a plan without shards.
 
-    `lends` says whether gradients lie in the buckets. A sharded plan uses the subclass `Shards` instead.
+    `lends` says whether `.grad` may be a view of a bucket (see [Note: lent gradients]). A sharded plan uses the
+    subclass `Shards` instead.
     """
 
     #: Whether gradients leave their parameters for good when they are packed.
@@ -90,7 +91,7 @@ class Delivery:
     def close(self) -> None:
         """Release parameters and buckets.
 
-        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory alive.
+        If the user holds a gradient that is a view of a bucket, the bucket's memory stays alive.
         """
         self._watch_no_longer()
         if self._replaces_functions:
@@ -110,14 +111,14 @@ class Delivery:
     # ---- forward and backward passes -----------------------------------------------
 
     def before_forward(self) -> None:
-        """Deliver the gradients that have not been used yet, so that the next ones are added to them."""
+        """Deliver the gradients that nothing has read yet, so that the next pass adds its gradients to them."""
         self._watch_no_longer()
         self._module_calls.end()
         with self._lock, outside_transforms():
             self.deliver(self._in_arrival_order)
 
     def before_pass(self) -> None:
-        """Bring everything up to date, and prepare the parameters for a backward pass that sends."""
+        """Bring everything up to date, and prepare the parameters for a backward pass that sends gradients."""
         self._watch_no_longer()
         self.settle()
         self._received.clear()
@@ -136,7 +137,7 @@ class Delivery:
         self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if slot.gradient != EARLY])
 
     def _prepare_buffer(self, bucket: Bucket) -> None:
-        """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""
+        """Wait until the buffer can be written: it may still be in flight with unused averages, or in an all_gather."""
         self.messages.wait(bucket)
         if bucket.gathered is not None:
             self.messages.wait(bucket.gathered)
@@ -155,14 +156,14 @@ class Delivery:
                         whole.copy_(grad)
 
     def after_accumulation(self) -> None:
-        """Record that autograd has released all gradients except the one that it has just added."""
+        """Record that autograd has just added a gradient to `.grad`, and holds no earlier gradient any more."""
 
     def launch(self, bucket: Bucket) -> None:
         """Launch the message of a bucket."""
         self.messages.launch(bucket)
 
     def after_pass(self) -> None:
-        """Wait for the averages that can be read without a gate; every other average is awaited when it is read."""
+        """Wait for averages that code may read without a gate; a gate waits for each other average when it is read."""
         self._come_home()
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
@@ -170,7 +171,7 @@ class Delivery:
         self._module_calls.begin()  # gates may change the kernels that other code runs
 
     def _read_without_gate(self) -> Sequence[Slot]:
-        """Return the parameters that have no gate, or whose `.grad` (or its memory) is held elsewhere."""
+        """Return the parameters that have no gate, or whose `.grad` is also held by another object (or its memory)."""
         with gate.invisible():
             # True if another object has a view of a bucket; a collective made of rounds has one while it is in flight.
             viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
@@ -203,7 +204,7 @@ class Delivery:
         reader.wait_stream(home)
 
     def watch_streams(self) -> None:
-        """Watch for readers on other streams until the next pass, even though everything is up to date."""
+        """Install gates that notice reads on other streams until the next pass, although everything is up to date."""
         if self._home is not None and self.overlaps and not self.readers.several_streams:
             self._watched = [slot for slot in self._gateable if slot.stage == IDLE]
             for slot in self._watched:
@@ -235,8 +236,8 @@ class Delivery:
 
         An update also updates every other parameter whose gradient has arrived, because one call of the optimizer costs
         less than a call for each parameter. If the parameter's own gradient is still in flight, the other parameters
-        are updated first. Inside the backward pass, a gradient that was sent keeps this rank's local value, which user
-        hooks also see under DDP. Several threads may call this method.
+        are updated first. Inside the backward pass, a gradient that was sent keeps the value of this rank: the user's
+        hooks see the same value under DDP. Several threads may call this method.
 
         Raises `RankError` if gradients are sharded.
         """
@@ -267,7 +268,7 @@ class Delivery:
         self.deliver(slot.buckets[-1].last_of)
 
     def deliver(self, slots: Iterable[Slot]) -> None:
-        """Wait for the averages of these gradients, where they were sent and have not been used."""
+        """Wait for the averages of these gradients; ignore gradients that were not sent or are already delivered."""
         with self._lock:
             if sent := [slot for slot in slots if slot.stage == SENT]:
                 with self._at_home():
@@ -320,7 +321,7 @@ class Delivery:
                     gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
-        """Take from the queue the parameters that need no bucket after `last`, or whose buckets have all arrived."""
+        """Take parameters from the queue, up to the first that needs a bucket after `last` which has not arrived."""
         taken = []
         while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
             taken.append(self.pending.popleft())
@@ -400,7 +401,7 @@ class Delivery:
     def _receive(self, slots: Iterable[Slot]) -> None:
         """Find out which of the gradients that are missing on this rank exist on another rank.
 
-        On an accelerator, one request covers all parameters, because the host must wait for the answer.
+        On an accelerator, the host has to wait for the answer, so it asks once for all parameters.
         """
         asked = slots if self._device.type == "cpu" else [s for s in self.slots if s.stage in (SENT, PENDING)]
         absent = [slot for slot in asked if not slot.has_grad and slot not in self._received]
@@ -408,7 +409,7 @@ class Delivery:
         self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
 
     def _ask(self, flags: Mapping[Any, Tensor]) -> None:
-        """Note for each key whether any rank had a gradient: then the sum of the ranks' flags is not 0."""
+        """Note for each key whether any rank had a gradient. If one had, the sum of the ranks' flags is not 0."""
         if flags:
             counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
             self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))

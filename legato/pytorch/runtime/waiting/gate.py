@@ -58,7 +58,7 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 class _PlainToAsk(type(nn.Parameter)):
-    """A metaclass for which `type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers require.
+    """A metaclass that makes `type(p) == nn.Parameter` True for a gated parameter, as torch's optimizers require.
 
     `type(p) is nn.Parameter` remains False.
     """
@@ -118,7 +118,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
 
 
 def _makes_a_parameter(caller: FrameType | None) -> bool:
-    """Return whether `nn.Parameter(...)` called a function, ignoring modes in between (such as a default device's)."""
+    """Return whether the caller is `nn.Parameter(...)`, directly or through a mode (such as a default device's)."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
     return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
@@ -126,7 +126,7 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 
 @contextmanager
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
-    """Yield the parameter, up to date and with its plain class.
+    """Bring the parameter up to date, and yield it with its plain class.
 
     Afterwards, the parameter gets its gate back if its gradient has not arrived yet. A copy of the parameter needs no
     gate, because it has no gradient.
@@ -161,7 +161,7 @@ def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
 
 
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
-    """Zero a gradient without waiting for it if the caller only wants to zero it: `p.grad = None`, or `zero_grad()`.
+    """If the caller only zeroes a gradient (`p.grad = None`, or `zero_grad()`), do it without a wait; return whether.
 
     `zero_grad` of a module or an optimizer reads each gradient only to see whether there is one.
     """
@@ -195,10 +195,10 @@ def install(
     zero: Callable[[Slot, bool], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
+    """Install a gate: reads of the parameter (or, in stage SENT, of its gradient) first call `resolve(slot)`.
 
-    `zero(slot, set_to_none)` does what `zero_grad` does, to a gradient that may be in flight. A read of a
-    parameter that is already up to date calls `look()`.
+    For `zero_grad`, the gate calls `zero(slot, set_to_none)`, since the gradient may be in flight. If the parameter is
+    already up to date, a read calls `look()`.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
@@ -216,7 +216,7 @@ def remove(slot: Slot) -> None:
 
 
 def hide(slot: Slot) -> None:
-    """Give a waiting parameter its plain class back, because only a compiled graph reads it, and updates it first."""
+    """Remove a waiting parameter's gate, because only a compiled graph reads the parameter, and updates it first."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 
@@ -224,7 +224,7 @@ def hide(slot: Slot) -> None:
 class Constructors:
     """A set of functions that are replaced while parameters may wait (see [Note: constructors]).
 
-    Several models may call `begin()` and `end()`.
+    Several models may call `begin()`; the functions are restored when each of them has called `end()`.
     """
 
     def __init__(self, names: dict[Any, tuple[str, ...]]) -> None:

@@ -1,10 +1,10 @@
-"""Finds the parameters and gradients that could be read past their gates, and keeps them from waiting.
+"""Finds parameters and gradients that code may read without passing their gates, and keeps these up to date.
 
 docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
-wait only if its gate saw the first operation on it in the first forward passes of training. Readers below Python call
-operators that a dispatch mode sees and a gate does not, or no operator at all. If anything is compiled in the first
-passes (a function, `torch.cond`), no parameter ever waits. The exception is a model of which each pass is one compiled
-graph, from the first line to the last: its parameters may wait, because the graph brings them up to date.
+wait only if its gate saw the first operation on it in the first forward passes of training. A gate does not see reads
+below Python: some call operators, which only a dispatch mode sees, and some call no operator. If anything is compiled
+in the first passes (a function, `torch.cond`), no parameter ever waits. There is one exception: if a single compiled
+graph is the model's whole pass, parameters may wait, because the graph brings them up to date.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _references(parameter: Tensor, _: Tensor | None) -> int:
 
 
 def _alone() -> tuple[tuple[Any, ...], tuple[Any, ...], int, int]:
-    """Return the counts of a parameter and a gradient that nothing else holds, in this version of torch and Python."""
+    """Return how often torch and Python count the uses of a parameter and a gradient that no other code holds."""
 
     def asked(parameter: Tensor, lent: Tensor | None) -> int:  # asks in the same way as `gradient_is_held`
         grad = parameter.grad
@@ -93,7 +93,7 @@ _STATE_REFERENCES = 3
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
     """Return whether anything except the parameter holds its gradient or the gradient's memory.
 
-    `lent` is the runtime's own view of a bucket; other views use the bucket's memory too. Call this under `invisible`.
+    `lent` is the runtime's own view of a bucket, whose memory other views use, too. Call this under `invisible`.
     """
     grad = parameter.grad
     if grad is None:
@@ -166,7 +166,7 @@ class Readers:
         return self._graphs >= WATCHED and key in self._of_graph
 
     def note_graphs(self, ran: Sequence[set[int] | None]) -> None:
-        """Note which compiled graphs have run in a forward pass of the training (`GraphCompiler.ran`)."""
+        """Note which compiled graphs have run in a forward pass of the training; `ran` is `GraphCompiler.ran`."""
         if len(ran) == 1 and ran[0] is not None:
             self._graphs += 1
             self._of_graph = ran[0]
@@ -183,7 +183,7 @@ class Readers:
         self.gradients_wait = False
 
     def note_streams(self) -> None:
-        """Record that several streams read what waits: from now on, neither parameters nor gradients wait."""
+        """Record that a read came from another stream than the pass: from now on, no parameter or gradient waits."""
         self.several_streams = True
         self.never()
         self.gradients_wait = False
@@ -225,7 +225,7 @@ class Readers:
             _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
 
     def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
-        """Note which of these parameters an operator reads before any gate has seen a read."""
+        """Note which of these parameters an operator reads although their gates have not seen any read."""
         for slot in map(gate.slot_of, parameters):
             if slot is None or slot.was_read:
                 continue
@@ -285,7 +285,7 @@ class ModuleCalls:
             self._watch.enter_context(on_compilation(self._compilation_begins))
 
     def end(self) -> None:
-        """Stop watching, because the training's own forward pass begins or nothing waits."""
+        """Stop watching, because the training's own forward pass begins, or because no update waits."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -36,7 +36,7 @@ class Averages:
         self._pushed: dict[str, tuple[int, int] | None] = {}  # by name: the tensor's address and version
 
     def forget(self) -> None:
-        """Forget the previous iteration. This is called when a backward pass begins."""
+        """Forget the previous iteration, because a backward pass begins."""
         self._here = False
         self._pushed.clear()
 
@@ -125,6 +125,6 @@ def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
 
 
 def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:
-    """Return whether the tensor's shard equals the arena's, bit for bit."""
+    """Return whether a shard has the same bits in the tensor as in the arena, where received shards are."""
     mine = shard.of(tensor.detach()).contiguous().to(arena.elements[shard.index].device)
     return torch.equal(mine.view(torch.uint8), arena.elements[shard.index].view(torch.uint8))

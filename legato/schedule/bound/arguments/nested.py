@@ -1,7 +1,8 @@
 """Chains of sets of tensors, each inside the next set, and the bound "nested".
 
-Gradients that are ready last are needed first. So the sets lie inside each other, and so do the periods in which the
-sets can be sent. Each period has a whole number of messages. docs/bounds.md has the proof ("Nested").
+Gradients that are ready last are needed first. So the sets are nested: each is inside the next. The periods in which
+the sets can be sent are nested, too. In each period, a whole number of messages is sent. docs/bounds.md has the proof
+("Nested").
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ def halved(values: Numbers) -> Numbers:
 
 
 class Relaxation(Protocol):
-    """Conditions that every schedule fulfils; times that no schedule reaches may fulfil these conditions as well."""
+    """Conditions on an iteration's time that every schedule fulfils; some times that are too short fulfil them, too."""
 
     def fits(self, seconds: float) -> bool:
-        """Return whether the conditions allow an iteration of this length; longer iterations are then allowed, too."""
+        """Return whether an iteration of this length fulfils the conditions; if so, longer iterations do, too."""
         ...
 
 
 def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact: float) -> float | None:
-    """Return the longest time found that is too short, or None if no time above `at_least` was found.
+    """Return the longest time found that is too short for an iteration; None if none exceeds `at_least`.
 
     `step` is the relative size of the first step, and `exact` the relative precision.
     """
@@ -67,9 +68,10 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    Each message takes `message_s` to start, and `once_s` is added once. With updates, f(j) and `updates_s` (indexed by
-    i and t) replace beta * B(t) + q(j). `innermost_s` replaces `updates_s` for j = 1, and `alone_s` (indexed by t) is
-    for a range with a single message. A range with two new ends needs `both_ends` more messages.
+    Each message takes `message_s` to start, and `once_s` is added once. With updates, there is a second inequality, in
+    which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s` replaces `updates_s` for j
+    = 1, and `alone_s` (indexed by t) for a range with a single message. If both ends of a range differ from the range
+    inside it, the range has at least `both_ends` more messages.
     """
 
     release_s: Numbers
@@ -84,11 +86,11 @@ class NestedSets(NamedTuple):
     both_ends: int
 
     def fits(self, seconds: float) -> bool:
-        """Return whether i, j and m can be chosen for every set so that all inequalities hold."""
+        """Return whether values of i, j and m exist for every set so that all inequalities of docs/bounds.md hold."""
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:
-        """Yield, for each set, a table by i and j of its messages' least startup time; stop if `seconds` is too short.
+        """Yield, for each set, a table (by i and j) of the least startup time; stop if `seconds` is too short.
 
         Each table overwrites the table before it.
         """
@@ -118,8 +120,8 @@ class NestedSets(NamedTuple):
 class _Updating(NamedTuple):
     """The times of optimizer ops for the argument "Nested" of docs/bounds.md.
 
-    Both arrays are indexed by tensor; `own` is at least the time of all updates that wait for the tensor, and `share`
-    is the tensor's share of the updates that read it. `released` is U of docs/bounds.md.
+    Both arrays are indexed by tensor; `own` is an upper limit on the time of all updates that wait for the tensor;
+    `share` is the tensor's part of the time of the updates that read it. `released` is U of docs/bounds.md.
     """
 
     own: Numbers
@@ -165,7 +167,7 @@ class Chain:
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """Store times and work. A half takes `half_s` to start. Without `updating`, only tails hold updates."""
+        """Store times and work. A half takes `half_s` to start. Without `updating`, only tails include updates."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
         self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0
@@ -181,7 +183,7 @@ class Chain:
     def sizes(self, order: Ints, most: int) -> Ints:
         """Return the number of tensors of each set, up to `most` sets, spread evenly by time and bytes.
 
-        A set has all tensors that can join it without a change of its least release time and its least tail.
+        A tensor belongs to a set if its release time and its tail are at least the least ones of the set.
         """
         near = np.minimum.accumulate(np.array([self.release_s[order], self.tail_s[order]]), axis=1)
         sizes = np.flatnonzero(np.append((near[:, 1:] < near[:, :-1]).any(axis=0), True)) + 1
@@ -195,8 +197,8 @@ class Chain:
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
         """Return the sets of these sizes.
 
-        If `strict`, the tensors that a set adds all count as ready when the last one is ready, and as needed when the
-        first one is needed, so that no tensor is late.
+        If `strict`, all tensors that a set adds to the set inside it count as ready when the last of them is ready, and
+        as needed when the first of them is needed, so that a plan made from these sets is late for no tensor.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
@@ -216,9 +218,9 @@ class Chain:
         return NestedSets(release, tail, forward, work, later, innermost, alone, *paid)
 
     def _least(self, times: Numbers, work: Numbers) -> Numbers:
-        """Return the least total of `times` (by tensor) over tensors with this much work.
+        """Return the least total of `times` (by tensor) that tensors with this much work can have.
 
-        Tensors with the least time per work come first.
+        To find it, take the tensors with the least time per work first.
         """
         used = np.flatnonzero(self.work_s)
         order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
@@ -237,7 +239,7 @@ class Chain:
 
 
 class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
-    """A proof that no schedule takes `seconds`, since messages would not fit into the time that the sets allow.
+    """A proof that no schedule takes only `seconds`: messages would not fit into the times when sets can be sent.
 
     The sets are the first `sets[0]`, `sets[1]`, ... of these tensors.
     """
@@ -265,7 +267,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Find the longest times that are proved too short, with sets by falling release times and by falling tails."""
+        """Find the longest times that are proved too short; sets are by falling release times or by falling tails."""
         chain = cls.chain(problem)
         for most in cls.most if problem.thorough else cls.quick:
             for order in chain.orders():
@@ -290,19 +292,19 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """A proof that every set needs more messages than the set inside it, for each new end of its period."""
+    """A proof by counting messages: a set needs more than the set inside it if its period begins or ends elsewhere."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the sets themselves, since they are the conditions."""
+        """Return the sets themselves, because `NestedSets` has the conditions."""
         return sets
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
-        """Return all tensors. With one stream, the time of the tensors' updates counts."""
+        """Return all tensors. If ops run on one stream, the time of the tensors' updates is included."""
         work = problem.half_work(range(len(problem.workload.tensors)))
         count = problem.compute == "one" and any(work) and problem.workload.phase_ops("optimizer")
         updating = _Updating.of(problem) if count else None

@@ -1,15 +1,15 @@
 """An iteration that sends gradients in two halves: when to send each half, and when to run each update.
 
-Idea: given the groups and a rank for every half, list scheduling finds a good plan in one pass over the iteration.
-Whenever the network is free, the network sends the possible half with the lowest rank. Whenever the stream is free, the
-stream runs, of the updates that can run, the one that is needed first, or else the next forward op. As in a training
-step, updates follow the backward pass.
+Idea: given the groups and a ranking of their halves, list scheduling finds a good plan in one pass over the iteration.
+Whenever the network is free, it sends the half that comes first in the ranking among those that can be sent. Whenever
+the stream is free, it runs the most urgent of the updates that can run. If there is none, it runs the next forward op.
+As in a training step, updates follow the backward pass.
 
 With a sharded optimizer, each worker updates its own part of the scattered gradients, and a parameter is gathered after
 its update. With shards, it is never worse to run an update than a forward op, since later gathers wait only for
-updates. Without shards, a gradient can be gathered once all of its tensor is scattered, whatever the stream does, and
-updates wait for gathers. Without shards, all orders of updates are equally good, if the stream is never idle while
-something can run.
+updates. Without shards, a gradient can be gathered once all of its tensor is scattered. Gathers do not wait for the
+stream, and updates wait for gathers. Without shards, all orders of updates are equally good, if the stream is never
+idle while something can run.
 
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
@@ -37,7 +37,8 @@ _EVENT_S = 1e-6
 class GroupedPeriod:
     """A period in which halves and updates can be arranged; `order` has all ops, with updates last.
 
-    `half_s(nbytes)` is the cost of a half. With `sharded_among`, this number of workers share the updates.
+    `half_s(nbytes)` is the cost of a half. If the optimizer is sharded, `sharded_among` is the number of workers that
+    share the updates.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class GroupedPeriod:
         self._divide_forward(until_s)
 
     def _link_updates(self) -> None:
-        """Find, for each update, the updates that wait for it, and the first forward op that waits for it."""
+        """Find the updates that wait for each update, and the first forward op that waits for it (`urgency`)."""
         self.followers: dict[int, list[int]] = {op: [] for op in self.updates}
         for op in self.updates:
             for dep in self.update_waits[op]:
@@ -102,7 +103,7 @@ class GroupedPeriod:
             self.new_reads[reader] += 1
 
     def ranks(self, groups: Groups) -> list[list[tuple[int, int]]]:
-        """Return several rankings of the halves of groups, each by the numbers of halves in `Arranged.halves`."""
+        """Return several rankings: each has the ranks of all halves, which are numbered as in `Arranged.halves`."""
         read = [min(self.first_read[t] for t, _, _ in group) for group in groups]
         numbers = range(len(groups))
         return [
@@ -124,7 +125,7 @@ class GroupedPeriod:
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
-        """Return the iteration of the same number of other groups, with halves and updates in the same order."""
+        """Return the iteration with other groups, as many as before, and with halves and updates in the same order."""
         return self.in_order(groups, arranged.halves, self._updates_in(arranged))
 
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
@@ -139,7 +140,7 @@ class GroupedPeriod:
         return [op for op in arranged.op_order if op in self.update_s] if self.is_sharded else None
 
     def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
-        """Yield the halves as messages without collectives.
+        """Yield the halves as messages; their `collective` is not chosen yet.
 
         If each group is gathered right after it is scattered, and the optimizer is not sharded, the messages are
         all-reduces.
@@ -165,7 +166,7 @@ class GroupedPeriod:
 
 
 class _Arrangement:
-    """One pass over an iteration: the network and the stream, each with the work that it can do next."""
+    """One pass over an iteration, with the work that the network and the stream can do next."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class _Arrangement:
         halves: Sequence[int] = (),
         updates: Sequence[int] | None = None,
     ) -> None:
-        """Send halves by `rank`, or in the order of `halves`; run `updates` in order, or each update when possible."""
+        """Send halves by `rank`, or else in the order of `halves`; without `updates`, an update runs once it can."""
         self.period, self.count = period, len(groups)
         self.rank, self.fixed = rank, list(halves)[::-1]
         self.fixed_updates = None if updates is None else list(updates)[::-1]
@@ -286,7 +287,7 @@ class _Arrangement:
             self.run_since[reader] = max(self.run_since[reader], now)
 
     def _one_less(self, op: int, now: float) -> None:
-        """Record that from now on, an update has to wait for one event fewer."""
+        """Record that one of the events has happened for which an update waits."""
         self.waits[op] -= 1
         self.since[op] = max(self.since[op], now)
         if not self.waits[op]:

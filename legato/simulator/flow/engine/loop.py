@@ -4,17 +4,18 @@
   free, because the link's next service is already known.
 - *Priorities*: a free link begins the ready service with the highest priority, and on a tie the first in the order
   `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same earliest
-  moment, the service with the highest priority begins first, because it may release services at this moment that go
-  before the remaining services. With priorities, the loop goes through all moments at which a service becomes ready or
-  a link becomes free, and is slower.
+  moment, the service with the highest priority begins first, because its end may make other services ready at this
+  moment, and these may go before the remaining services. With priorities, the loop goes through all moments at which a
+  service becomes ready or a link becomes free, and is slower.
 
-If only one of many identical workers is simulated (`alone.py`), services are *trips*, first come, first served.
+If only one of many identical workers is simulated (`alone.py`), services are *trips*: transfers from the worker to
+itself, which are served first come, first served.
 
 A service on no link never queues: it runs as soon as its start is known. numba compiles the loop on first use, once for
 each discipline, and caches the result on disk.
 
-[Note: queues] The successors of a link's services become ready mostly in the order in which the link served them. The
-services of a link that wait for streams and barriers also become ready mostly in order. Each such sequence is a
+[Note: queues] When a link has served its services, their successors mostly become ready in the same order. Services on
+a link that wait for streams and barriers also mostly become ready in order. Each such sequence of services is a
 *queue*: its services form a linked list (`next`), and only its head is in the heap. The heap therefore grows with the
 number of links, not with the number of waiting transfers. A service that becomes ready before the last service of its
 queue goes directly into the heap. Services are served in the same order as with one heap of all services.
@@ -78,14 +79,14 @@ def run_services(
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     A disturbed simulation has `profiles`. Service i has `priority[i]`, a whole number; higher priorities go first. With
-    `trips`, services on links are trips.
+    `trips`, services on links are trips from a worker to itself.
     """
     return int(_run(records, successors, num_links, profiles, priority, trips))
 
 
 @compiled
 def link_edges(records, before, after):
-    """Group edges by the service that they leave, and fill in `first`, `count` and `missing`."""
+    """Return edges in groups by the service at which they begin, and fill in `first`, `count` and `missing`."""
     total = len(records)
     count, missing = np.zeros(total, np.int32), np.zeros(total, np.int32)
     for e in range(len(before)):
@@ -107,7 +108,7 @@ def link_edges(records, before, after):
 
 @_inlined
 def served(profiles, i, begin, work):
-    """Return the end of service i, which begins at `begin` and would take `work` seconds undisturbed."""
+    """Return the end of service i, which begins at `begin` and would take `work` seconds without disturbances."""
     p = profiles.profile_of[i]
     if p < 0:
         return begin + work
@@ -240,7 +241,7 @@ def _put(records, priority, heap, stack, sizes, ends, j, queue):
 
 @_inlined
 def _taken(records, priority, heap, stack, sizes):
-    """Remove and return the next (moment, service or link). Services on no link come first."""
+    """Remove and return the next moment and its service or link. Services on no link come first."""
     if sizes[1] > 0:
         sizes[1] -= 1
         return 0.0, np.int64(stack[sizes[1]])
@@ -318,7 +319,7 @@ def _sift_up(records, priority, heap, sizes, t, key, i):
 
 @_inlined
 def _admitted(records, priority, heap, sizes, links, below, now, i):
-    """Return service i if it may begin now. If its link is busy, or if i is a free link, return `_NONE`."""
+    """Return service i if it may begin now. Return `_NONE` if its link is busy, or if i is a link."""
     if i < 0:
         link = links[_FIRST_LINK - i]
         link.woken = False
