@@ -68,10 +68,10 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    Each message takes `message_s` to start, and `once_s` is added once. With updates, there is a second inequality, in
-    which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s` replaces `updates_s` for j
-    = 1, and `alone_s` (indexed by t) for a range with a single message. If both ends of a range differ from the range
-    inside it, the range has at least `both_ends` more messages.
+    Each message takes `message_s` to start, and all messages together take `once_s` in addition. With updates, there is
+    a second inequality, in which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s`
+    replaces `updates_s` for j = 1, and `alone_s` (indexed by t) for a range with a single message. If both ends of a
+    range differ from the range inside it, the range has at least `both_ends` more messages.
     """
 
     release_s: Numbers
@@ -167,7 +167,7 @@ class Chain:
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """Store times and work. A half takes `half_s` to start. Without `updating`, only tails include updates."""
+        """Half an all-reduce takes `half_s` to start. Without `updating`, only tails include updates."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
         self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0
