@@ -2,9 +2,9 @@
 
 The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
 any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
-to be reduced, and the size of groups. All bytes beyond the limits of memory cross the network between two computations.
-Therefore a step takes at least as long as the longest path through its computations and the transfers between any two
-computations. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
+to be reduced, and the size of groups. The bytes for which these limits leave no room cross the network between two
+computations. Therefore a step takes at least as long as the longest path through its computations and the transfers
+between any two computations. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANGES = 16
 
 
 class WrappingBound(NamedTuple):
-    """The lower bound of a step, in seconds: its computation, and its waits for the network by place in the step.
+    """The lower bound of a step, in seconds, with its computation and its waits for the network in each part.
 
     The time is infinite if no wrapping fits into the memory.
     """
@@ -64,8 +64,8 @@ def lower_bound(
 ) -> WrappingBound:
     """Return the bound of a step of one micro-batch without replicas, with at most `memory_nbytes` allocated at once.
 
-    `node` is the largest number of ranks to which groups may be resharded, or None if they may not. If wrappings leave
-    units to the root, mark these units as `rooted`. Raises `InputError` if no unit is left for groups.
+    `node` is the largest number of ranks to which groups may be resharded, or None if they may not. Units that
+    wrappings leave to the root must be marked as `rooted`. Raises `InputError` if no unit is left for groups.
     """
     chain = _Chain(units, costs, math.inf if memory_nbytes is None else memory_nbytes, node)
     if not chain.held.any():
@@ -132,7 +132,7 @@ class _Chain:
         return bool(min(self.memory - 2 * self.gathered.max(), self.room.min(), self.full.min()) >= 0)
 
     def exposed_s(self, end: int) -> float:
-        """Return the least seconds from the first group's gather to its reduction, if it ends at this unit or later."""
+        """Return the least seconds of the first group, from gather to reduction, if the group ends at unit `end` or later."""
         first = int(np.argmax(self.held))
         gathered, scattered = (float(sizes[: end + 1].sum()) for sizes in (self.gathered, self.scattered))
         reduction = self.costs.scatter.cost(scattered) if scattered else 0.0
@@ -151,10 +151,10 @@ class _Chain:
         return WrappingBound(forward_s + backward_s, self.compute_s, *parts)
 
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
-        """Return the seconds of collectives before each forward computation, or after each backward computation.
+        """Return the seconds that collectives take before each forward computation, or after each backward computation.
 
-        The collectives are the root's, and those that carry at least all units up to this computation. From the first
-        unit of the first group on, they carry at least that whole group.
+        These are the collectives of the root, and collectives that carry at least all units up to this computation.
+        From the first unit of the first group on, the collectives carry at least the whole first group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -169,9 +169,10 @@ class _Chain:
         return _seconds(self.costs.gather, nbytes, _count(nbytes, self.largest_gather))
 
     def backward(self) -> Array:
-        """Return the network's seconds between two backward computations; the last column (the end) has no reductions.
+        """Return the seconds of transfers between two backward computations; the last column has only gathers.
 
-        Rows and columns are in the order of the backward pass. The first row is the end of the forward pass.
+        Rows and columns are in the order of the backward pass. The first row is the end of the forward pass. The last
+        column is the end of the backward pass.
         """
         room, full, sure, timely = (values[::-1] for values in (self.room, self.full, self.sure, self.timely))
         read = _until(np.maximum(self.read - (self.part - 1), 0.0)[::-1])
@@ -200,7 +201,8 @@ class _Chain:
 def _waits(network: Array, seconds: Array) -> tuple[Array, float]:
     """Return the least wait of each computation, and the end of the last computation.
 
-    `network[i, j]` are seconds between the end of computation i - 1 (the beginning, if i is 0) and the start of j.
+    `network[i, j]` are the seconds between the end of computation i - 1 (the beginning, if i is 0) and the start of
+    computation j.
     """
     ends, waits = np.zeros(len(seconds) + 1), np.zeros(len(seconds))
     for j, own_s in enumerate(seconds):

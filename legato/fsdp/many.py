@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 class Chain:
     """The units that groups can hold, in the order of the forward pass, and the parameters and computation of the root.
 
-    The root computes between the units: `leading` before the first unit, and some work after each unit.
+    The root also computes: `leading` is its work before the first unit, and `behind` its work after each unit.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, precision: Precision, node: int | None = None) -> None:
@@ -63,8 +63,8 @@ class Chain:
     def starts(self) -> list[int]:
         """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        The unit before a new group must be able to end a group: a gradient of its output comes back, or no backward
-        pass reaches it.
+        The unit before a new group must be able to end a group: the backward pass computes a gradient of the unit's
+        output, or does not reach the unit.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
@@ -86,7 +86,7 @@ class Chain:
 
 
 def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, float, float]:
-    """Return (seconds forward, seconds backward, bytes of gradients) of these units; backward ends at `reached`."""
+    """Return (forward seconds, backward seconds, gradient bytes) of units; the backward pass ends at `reached`."""
     back = [unit for u, unit in enumerate(units, begin) if u >= reached and (unit.trained or unit.input_needs_gradient)]
     return (
         sum(unit.forward_s for unit in units),
@@ -180,7 +180,7 @@ class _Many:
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """Record the memory of the forward pass: root and kept groups, and gathered outputs until they are copied."""
+        """Record the memory of the forward pass: root, kept groups, and outputs of gathers until they are copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied

@@ -1,8 +1,8 @@
 """The units of a model that `fully_shard` can wrap, in the order in which the forward pass runs them.
 
 A unit is a block (an element of a list of modules), or a module outside all blocks, such as an embedding. On a finer
-level, a unit is a part of a block. Names of parameters and ops tell their unit: `layers.3.mlp.up.weight` and
-`layers.3.mlp.up/addmm` belong to the block `layers.3`.
+level, a unit is a part of a block. The name of a parameter or an op says to which unit it belongs:
+`layers.3.mlp.up.weight` and `layers.3.mlp.up/addmm` belong to the block `layers.3`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Unit(NamedTuple):
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
     `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.
     `named` is the unit's place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass
-    does not read its parameters. Only the root can hold a `rooted` unit, which shares parameters with another
-    unit, runs more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to
-    the unit's output; only then can a group end with the unit.
+    does not read its parameters. Only the root can hold a `rooted` unit: a unit that shares parameters with another
+    unit, runs more than once, never runs as a whole, or contains other units. `ends` says whether a gradient comes back
+    to the unit's output; only then can a group end with the unit.
     """
 
     path: str
@@ -66,9 +66,9 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
     """Return the units of a workload that is sharded over `ranks`: blocks (`level` 1), or parts of blocks (2, ...).
 
     Times are in seconds. Without `workload.modules`, it is assumed that dimensions are multiples of the ranks, that all
-    parameters are trained, and that a parameter is shared by all units that read it. Ops that belong to no unit count
-    with the unit that runs before them. Raises `InputError` if no parameter has the name of a module, and
-    `TooLargeError` on more than 2,000 units.
+    parameters are trained, and that a parameter is shared by all units that read it. The time of an op that belongs to
+    no unit is added to the unit that runs before the op. Raises `InputError` if no parameter has the name of a module,
+    and `TooLargeError` on more than 2,000 units.
     """
     modules = workload.modules or _modules(workload)
     separator = "." if workload.modules or not any("/" in tensor.name for tensor in workload.tensors) else "/"
@@ -92,7 +92,7 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
 
 
 def _unit_path(path: str, separator: str, level: int) -> str:
-    """Return the first components of a module's path, up to the `level`-th component that numbers a block."""
+    """Return the beginning of a module's path, which ends with the `level`-th component that numbers a block."""
     parts = path.split(separator)
     numbered = [k for k, part in enumerate(parts) if _NUMBERED[separator].fullmatch(part)]
     if not numbered:
@@ -160,7 +160,7 @@ def _modules(workload: Workload) -> list[Module]:
 
 
 def _seconds(workload: Workload, phase: Phase, paths: Sequence[str]) -> list[float]:
-    """Return the seconds of each unit in a phase: ops with its name, and ops without a unit's name that follow them."""
+    """Return the seconds of each unit in a phase. An op without a unit is added to the unit of the op before it."""
     place = {path: k for k, path in enumerate(paths)}
     seconds = [0.0] * len(paths)
     now = 0 if phase == "forward" else len(paths) - 1
