@@ -12,8 +12,8 @@ exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exis
 of ops. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and is
 unpacked (earlier messages are unpacked while later ones are sent). With forward overlap, gradients are read from the
 buffers in which they arrived. Two kinds of tensors are copied: partitioned tensors that are not contiguous in memory
-(`legato.core.layout`), and tensors that are sent in a wire format. The worker's stream gathers such a tensor just
-before the first op that reads it. A wire format halves the bytes of a message.
+(`legato.core.layout`), and tensors that are sent in a wire format. The worker's stream gathers a tensor of these two
+kinds just before the first op that reads the tensor. A wire format halves the bytes of a message.
 
 [Note: contention] If a processor both computes and sends (`Cluster.contention`), time is divided into intervals in
 which the stream runs at most one op and the network carries at most one message. A message proceeds at the pace 1 /
@@ -53,7 +53,8 @@ class _Priced(NamedTuple):
     """A message with its costs: its tensors, the ops for which it waits, and the seconds that it occupies the network.
 
     In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + the number of
-    tensors. Next to computation, the message takes `delay_s` longer, and computation loses `overhead_s`.
+    tensors. If computation runs during the message, the message takes `delay_s` longer, and computation loses
+    `overhead_s`.
     """
 
     tensors: list[int]
@@ -127,7 +128,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
 
 
 def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
-    """Return the last ops that read the old parameters, before new parameters are gathered."""
+    """Return the last ops of the backward pass, which must end before new parameters are gathered."""
     backward = period.workload.phase_ops("backward")
     if compute == "one":
         mine = set(backward)
@@ -137,7 +138,7 @@ def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
 
 
 def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
-    """Raise `PlanError` if a second half precedes the first half of its bytes. Record the bytes of a first half."""
+    """Raise `PlanError` if no earlier first half has sent the bytes of a second half. Record a first half's bytes."""
     first = _SECOND_HALF_OF.get(message.kind)
     for piece in message.slices:
         if first is None:
@@ -385,7 +386,7 @@ class _ContendedRun(_Run):
                     message_left -= step / busy_s
 
     def begun_op(self, now: float) -> tuple[int | None, float]:
-        """Return the work that the free stream begins now (or None), and its seconds."""
+        """Return the work that the free stream begins now (or None), and the seconds of this work."""
         i = self.order[self.computed]
         if self.packed_bytes and self.waits_for_last[i]:
             unpack_s, self.packed_bytes = self.packed_bytes * self.unpack_s_per_byte, 0

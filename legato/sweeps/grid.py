@@ -42,8 +42,8 @@ _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 def network_of(values: Mapping[str, Any]) -> Network:
     """Return the network with these values of the axes (by field).
 
-    Most axes are fields of `Network`; `slow` and `slow_link` are factors of the last worker. Raises `InputError` on
-    numbers outside their range.
+    Most axes are fields of `Network`; `slow` and `slow_link` make the computation and the link of the last worker
+    slower by these factors. Raises `InputError` on numbers outside their range.
     """
     fields = {name: value for name, value in values.items() if name != SERVERS.field}
     slow, slow_link, disturb = (fields.pop(name) for name in ("slow", "slow_link", "disturb"))

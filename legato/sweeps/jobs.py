@@ -76,9 +76,9 @@ def sweep_jobs(
 ) -> Results[JobRow]:
     """Predict the step of every named job on every network; the last axis of the networks changes fastest.
 
-    `axes` has the values of axes in `core/axes.py`, by field: axes of links, and with the fidelity `flows` also axes of
-    switches. The other arguments, and errors, are as in `sweep`. Raises `InputError` on numbers outside their range,
-    and on more than ten thousand cells.
+    `axes` has, by field, the values of axes of links (`core/axes.py`). With the fidelity `flows`, axes of switches are
+    allowed as well. The other arguments, and errors, are as in `sweep`. Raises `InputError` on numbers outside their
+    range, and on more than ten thousand cells.
     """
     networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
     if len(named) * len(networks) > _MOST_CELLS:
@@ -118,7 +118,7 @@ def _run(cell: _Cell, job: Job) -> Outcome:
 
 
 def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, Network | None]:
-    """Return the job with the links in `axes`, and with flows also the network of switches. Raises `InputError`."""
+    """Return the job with the links in `axes`, and its network of switches (None for formulas). Raises `InputError`."""
     job = msgspec.structs.replace(job, machine=with_links(job.machine, axes))
     if fidelity == "formulas":
         return job, None
@@ -128,10 +128,9 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 
 
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
-    """Return the step of a job, computed by flows on a network, or by formulas without a network; flows are returned as
-    well.
+    """Return the step of a job, and its simulation by flows; without a network, the step by formulas, and None.
 
-    With flows, the parts of the step are the times of the busiest worker, or of a worker of `lane` if `lane` is given.
+    The parts of a simulated step are the times of the busiest worker (of the given `lane`, if any).
     """
     if network is None:
         return predict(job), None

@@ -1,8 +1,9 @@
 """MG-WFBP: merge a gradient with the next one if the next one is ready within alpha.
 
-Idea: to send a layer as its own message costs the startup time alpha. To hold the layer back until the next gradient is
-ready costs the time of waiting. Layer l is merged into the next layer, l-1, when the wait is shorter: ready(l-1) -
-tau_c(l) < alpha, where tau_c(l) is the earliest moment at which the network could start to send layer l.
+Idea: a layer that is sent as its own message costs the startup time alpha. A layer that is held back until the next
+gradient is ready costs the time of waiting. Layer l is merged into the next layer, l-1, when the wait is shorter than
+alpha: ready(l-1) - tau_c(l) < alpha, where tau_c(l) is the earliest moment at which the network could start to send
+layer l.
 Paper: MG-WFBP (Shi, Chu, Li, INFOCOM 2019), Theorem 1 and Algorithm 1.
 Units: seconds and bytes.
 

@@ -79,7 +79,7 @@ def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHE
 def contenders(cluster: Cluster) -> list[str]:
     """Return the published schedulers except those in `FIRST` and those that merge-optimal beats.
 
-    If unpacking takes time, merge-optimal may be slower, so no scheduler is left out because of merge-optimal.
+    If unpacking takes time, merge-optimal may be slower than others, so only the schedulers in `FIRST` are left out.
     """
     beaten = () if cluster.unpack_s_per_byte else _MERGING
     return [name for name in PUBLISHED if name not in (*FIRST, *beaten)]

@@ -132,8 +132,8 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
 def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the pairs (i, j) of fragments in which j distributes bytes that i sums.
 
-    The fragments of `first` sum every byte exactly once, so sorting puts a tensor's fragments in the order of its
-    bytes.
+    The fragments of `first` sum every byte exactly once. So a tensor's fragments do not overlap, and can be sorted by
+    their first bytes.
     """
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):

@@ -49,10 +49,10 @@ def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]
 
 
 class Ends(Argument, frozen=True, tag="ends"):
-    """The time to send these tensors, seen from the end `at` of the period, plus the least time at the opposite end.
+    """The time to send these tensors, counted from the end `at` of the period, plus the least time at the other end.
 
-    If `at` is a number, it is a moment in seconds, for the argument "Both": the bound is then the moment plus the time
-    for everything that cannot have been sent before the moment.
+    If `at` is a number, the argument is "Both", and `at` is a moment in seconds. The bound is then the moment plus the
+    time to send all bytes that cannot have been sent before the moment.
     """
 
     tensors: tuple[int, ...]
@@ -78,7 +78,7 @@ class Ends(Argument, frozen=True, tag="ends"):
             yield Proved(proved[k], cls(tensors, moments[k]))
 
     def proves(self, problem: Problem) -> float:
-        """Return f(release times) + the least tail, f(tails) + the least release time, or what "Both" proves at `at`.
+        """Return the time that "Release", "Tail" or "Both" of docs/bounds.md proves; `at` says which of the three.
 
         Raises `InputError` if the tensors or the moment are invalid.
         """
@@ -119,8 +119,8 @@ class _Both(NamedTuple):
 class Capacity(NamedTuple):
     """How much the network can carry, seen from one end of the period.
 
-    `release` is indexed by tensor; `finish[j]` (f) and `work[j]` are for the first j tensors. A message takes `first`
-    to start.
+    `release` has an entry for each tensor; `finish[j]` is the time f for the first j tensors, and `work[j]` is their
+    work. A message takes `first` to start.
     """
 
     release: Sequence[float]
@@ -135,7 +135,7 @@ class Capacity(NamedTuple):
         return cls(release, finish, [*accumulate(work, initial=0)], first)
 
     def _start(self, j: int) -> float:
-        """Return the least value of (start - work before the start) for a message that ends with bytes of tensor j."""
+        """Return the start of the best message that ends with tensor j, minus the work that is done before it."""
         ready = self.release[j]
         i = bisect_right(self.finish, ready, hi=j + 1)  # one of two i is best, as in `merge_optimal.py`
         start = ready - self.work[i - 1] if i else math.inf
@@ -161,7 +161,7 @@ class HalvesCapacity:
     """How much the network can carry if a message is one half of an all-reduce, or both halves."""
 
     def __init__(self, release: Sequence[float], work: Sequence[float], half: float) -> None:
-        """Set the capacity for halves that take `half` to start plus their `work`; `release` must not decrease."""
+        """Prepare the capacity. A half takes `half` to start, and then its `work`; `release` must not decrease."""
         self.begin, self.startup = release[0], 2 * half
         self.any = Capacity.of(release, [2 * part for part in work], half)
         self.one_kind = Capacity.of(release, work, half)
@@ -181,7 +181,7 @@ def counts(most: int) -> Iterator[int]:
 
 
 def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
-    """Yield pairs (end, set of tensors) to try: a family for expensive bytes, and a family for expensive startup times.
+    """Yield pairs (end, set of tensors): first sets that matter if bytes are expensive, then if startups are expensive.
 
     The first family comes from the latest deliveries of Jackson's schedule. Suppose that a tensor with tail q arrives
     at C, and that from `begin` to C the network is never idle and sends only tensors with tails of at least q. The
@@ -206,7 +206,7 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
-    """Return when the busy interval up to piece k began, in which all pieces have tails at least as long as piece k."""
+    """Return the start of the longest busy interval that ends with piece k and has no piece with a shorter tail."""
     shortest = tail[pieces[k][0]]
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1

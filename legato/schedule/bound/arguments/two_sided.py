@@ -91,7 +91,7 @@ class DividedHalves:
         self.place = places(len(work))
 
     def fits(self, seconds: float) -> bool:
-        """Return whether the halves may fit on both sides of some moment c, or the test would take too long."""
+        """Return whether the halves may fit on both sides of some moment c; if the test takes too long, return True."""
         from legato.schedule.bound.arguments.two_sided_states import follow
 
         whole = math.ceil((seconds + self.rounding * seconds) * self.scale)

@@ -1,11 +1,12 @@
-"""Max-min fair sharing: all transfers on a link at once; no rate can rise without lowering an equal or lower rate.
+"""Max-min fair sharing: transfers share a link, and no rate can rise unless an equal or lower rate falls.
 
-Services that cut through one another form one *flow*, which moves at one rate over all their links. A flow starts when
-none of its services waits for anything outside the flow. Whenever a flow starts or ends, the rates are computed again
-by progressive filling: raise all rates equally; when a link is full, fix the rates of its flows; continue with the
-remaining flows. With priorities, the flows of the highest priority share all bandwidth, the flows of the next priority
-share the rest, and so on. This engine is for small cases, since each change looks at all active flows. If links are
-disturbed (`disturbances.py`), the rates are also computed again whenever the speed of a link changes.
+Services that release one another *cut through* (`services.py`) form one *flow*, with one rate on all its links. A flow
+starts when none of its services waits for anything outside the flow. Whenever a flow starts or ends, the rates are
+computed again by progressive filling: raise all rates equally; when a link is full, fix the rates of its flows;
+continue with the remaining flows. With priorities, the flows of the highest priority share all bandwidth, the flows of
+the next priority share the rest, and so on. This engine is for small cases, since each change looks at all active
+flows. If links are disturbed (`disturbances.py`), the rates are also computed again whenever the speed of a link
+changes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _STATE = np.dtype(
 
 
 class _Flows(NamedTuple):
-    """All flows: for each service, its flow and its delay after the flow in seconds; for each flow, its bytes.
+    """All flows. Service i lags its flow `flow_of[i]` by `lag_s[i]` seconds; flow f has `nbytes[f]` bytes.
 
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
@@ -54,11 +55,11 @@ def run_fair(
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and links
-    have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. If there are priorities, the services
-    of a flow have the same `priority`, and higher priorities go first. Service i uses `weight[i]` times the rate of its
-    flow on its link (once if `weight` is empty), as if it were `weight[i]` equally fast flows. Weights cannot be
-    combined with priorities.
+    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`
+    (`disturbances.py`), and `changes` lists the changes of links as (seconds, link, factor), in order of time. If there
+    are priorities, the services of a flow have the same `priority`, and higher priorities go first. On its link,
+    service i uses `weight[i]` times the rate of its flow, as if it were `weight[i]` equally fast flows; if `weight` is
+    empty, the service uses just the rate. Weights cannot be combined with priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -77,7 +78,7 @@ def run_fair(
 
 @compiled
 def _root(parent, i):
-    """Return the service at the root of the tree of service i."""
+    """Return the root of the tree that contains service i."""
     while parent[i] != i:
         i = parent[i]
     return i
@@ -173,7 +174,7 @@ def _rates_by_priority(links, first, capacity, priority):
 
 @compiled
 def _links_of(records, active, by_flow, first):
-    """Return the links of active flows as arguments for `fair_rates`, each once per flow, and the services on them."""
+    """Return the arguments `links` and `first` of `fair_rates` for active flows, and a service for each link."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
     for f in active:

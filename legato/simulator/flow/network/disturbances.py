@@ -119,7 +119,7 @@ class Profile(NamedTuple):
     def end_s(self, begin_s: Times, work_s: Times) -> Times:
         """Return the ends of work that begins at `begin_s` and would take `work_s` undisturbed (arrays of one shape).
 
-        Times are added in the same order as in `loop.served`, with equal rounding.
+        Times are added in the same order as in `loop.served`, so both functions round alike.
         """
         at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
         for k, factor in enumerate(self.factor):
@@ -133,7 +133,7 @@ class Profile(NamedTuple):
         return ended
 
     def lost_s(self, until_s: float) -> float:
-        """Return the seconds of full speed that are lost up to `until_s`."""
+        """Return how many seconds of work at full speed are lost up to `until_s`."""
         ends = [*self.start_s[1:], math.inf]
         return math.fsum(
             (min(end, until_s) - start) * (1 - 1 / factor)
@@ -172,8 +172,8 @@ class Profiles:
     ) -> ServiceProfiles:
         """Return the profiles of services.
 
-        `link` has the link of each service. `computing` has the services that compute, as ids [segment, rank], and the
-        worker of each rank.
+        `link` has the link of each service. `computing` has pairs of arrays: the ids of services that compute, by
+        [segment, rank], and the worker of each rank.
         """
         if not self:
             return NO_PROFILES
