@@ -71,15 +71,15 @@ def distribute(  # noqa: PLR0913
     Args:
         model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one, such as a compiled model. Any
             other module is wrapped; its parameters must be on their final device and in their final dtype.
-        optimizer: a `torch.optim.Optimizer` with parameters of the model. Without an optimizer, parameters are updated
-            when `step()` is called, not when they are read. The optimizer can also be given later, in another call. An
-            optimizer that legato does not know runs as usual.
+        optimizer: a `torch.optim.Optimizer` with parameters of the model. Without the optimizer, legato cannot postpone
+            the update of a parameter until the parameter is read. The optimizer can also be given later, in another
+            call. An optimizer that legato does not know runs as usual.
         plan: `"auto"` to make plans from the first 12 steps of training, and to keep the plan that is fastest in the
             next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
             only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, each rank has all
             states until the plan is made. A sharded plan needs no `shard`.
-        wire: `"bf16"` or `"fp16"` to send gradients in that format, but only as many as the planner finds necessary;
+        wire: `"bf16"` or `"fp16"` to send in that format only those gradients for which the planner finds it necessary;
             `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. A
             plan whose messages already have a wire format needs no `wire`.
         error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
@@ -90,8 +90,8 @@ def distribute(  # noqa: PLR0913
             returns, for code that reads parameters where legato cannot see it.
         debug: names of checks during training, separated by commas (`order`, `finite`, `reads`), or True for `order`.
             If `debug` is None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
-        flight_dir: the directory for the record of the last messages after a failure. If it is None, this is the
-            value of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
+        flight_dir: the directory for the record of the last messages after a failure. If `flight_dir` is None,
+            `$LEGATO_FLIGHT_DIR` is used, or else the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
         options: arguments of `DistributedDataParallel` for a module that is not wrapped yet.
 
@@ -150,7 +150,8 @@ def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
 def in_wire(plan: Plan, wire: Rounding) -> Plan:
     """Return the plan with all messages rounded if `wire` is `all-...`, and otherwise the unchanged plan.
 
-    Raises `InputError` if the plan is sharded, or if `wire` is a format that its messages do not have.
+    Raises `InputError` if the plan is sharded, or if `wire` is `bf16` or `fp16` but the plan's messages do not have
+    this format.
     """
     if wire == "none":
         return plan
@@ -223,7 +224,7 @@ def _observe(attached: Attachment, shard: Shard, wire: Rounding) -> None:
 
 
 def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
-    """Calibrate, plan on rank 0, and let the best plans take turns, on all ranks together."""
+    """Calibrate on all ranks, plan on rank 0, and let all ranks train with the best plans in turn."""
     group, parameters, observer = attached.process_group, attached.parameters, attached.observer
     assert observer is not None
     workload, plans, problem = None, [_fallback(attached, shard, wire)], ""
@@ -268,10 +269,9 @@ def _said(error: Exception) -> str:
 
 
 def _planned(contest: Contest) -> list[Plan]:
-    """Return the plans of a contest, made in a separate process.
+    """Make the plans that will compete in training, in a separate process, and return them.
 
-    With a separate process, the training process imports no compiler, and a script's changes to Python do not affect
-    planning.
+    So the training process imports no compiler, and planning works even if the script has changed parts of Python.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -290,7 +290,7 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return a function that computes like the model, but needs no inputs: products with the weights.
+    """Return a function that computes products with the model's weights, as the model does, but without inputs.
 
     Returns None if no weight is a matrix. The weights used have at most `_MOST_WEIGHTS` elements in all, unless the
     first weight has more.

@@ -1,4 +1,4 @@
-"""One rank of `legato demo` for one model, which torchrun starts.
+"""One rank of `legato demo` for one model; torchrun starts one such process for each rank.
 
 All ranks capture and calibrate at the same time, so the machine is as busy as
 during training. All ranks use the plan of rank 0.

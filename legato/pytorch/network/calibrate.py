@@ -5,10 +5,10 @@ flight. Calibration measures messages as training sends them: it launches severa
 runtime's own channel, and divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
-it, and a line fitted to large messages has an alpha of 0: partitioning them would seem free. In fact, each part of a
-partitioned message costs time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98 messages took
-70 ms longer than predicted with an alpha of 0: for each message, an eighth of the floor of 5.8 ms. So alpha is at least
-an eighth of the floor.
+it, and a line fitted to large messages has an alpha of 0: to partition a large message would seem free. In fact, each
+part of a partitioned message costs time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98
+messages took 70 ms longer than predicted with an alpha of 0. This delay is an eighth of the floor (5.8 ms) for each
+message. So alpha is at least an eighth of the floor.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _separate_group(group: Any) -> Any:
 
 
 def _stream(nbytes: int, before: Sequence[tuple[int, float]]) -> int:
-    """Return the number of messages of a size in a stream, given the (bytes, seconds) of smaller messages."""
+    """Return how many messages of this size to measure in a stream, given the (bytes, seconds) of smaller messages."""
     expected_s = max((seconds * nbytes / size for size, seconds in before if size <= nbytes), default=0.0)
     fits = [_STREAM_BYTES // nbytes, *([int(_STREAM_S / expected_s)] if expected_s else [])]
     return min(_STREAM, max(2, min(fits)))

@@ -1,4 +1,4 @@
-"""Connects compiled graphs to a reducer: what their pieces send, and what they wait for (`legato.pytorch.compiled`)."""
+"""Connects compiled graphs (`legato.pytorch.compiled`) to a reducer, which sends gradients and delivers parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GraphSender:
         reducer.mark_ready(slot)
 
     def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
-        """Return whether autograd will add this very gradient to the parameter's, as far as this is known now."""
+        """Return whether autograd will add this very gradient to the parameter's `.grad`, as far as is known now."""
         parameter, reducer = slot.parameter, self.reducer
         return (
             (slot.stage == IDLE or not reducer.in_backward)
@@ -85,7 +85,7 @@ class GraphSender:
 
     @not_compiled
     def update(self, parameter: nn.Parameter) -> None:
-        """Bring a parameter up to date, whether or not it has a gate."""
+        """Bring a parameter up to date, even if it has no gate that would do this at the next read."""
         slot = self._slot(parameter)
         if slot is not None and slot.stage == PENDING:
             self.reducer.delivery.resolve(slot)
@@ -95,12 +95,12 @@ class GraphSender:
         self.reducer.settle()
 
     def hide_gates(self) -> None:
-        """Hide the gates of waiting parameters before a forward pass that is one compiled graph."""
+        """Hide the gates of waiting parameters, which catch reads, before a forward pass that is one compiled graph."""
         for slot in self.waiting():
             gate.hide(slot)
 
     def show_gates(self) -> str:
-        """Restore the gates of waiting parameters after a compiled pass; return the first parameter's name, or ""."""
+        """Restore hidden gates after a compiled pass; return the name of the first parameter that had one, or ""."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
             self.reducer.delivery.install_gate(slot)

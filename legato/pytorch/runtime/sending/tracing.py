@@ -57,8 +57,8 @@ class Tracer:
     def message(self, label: str, nbytes: int, work: Any) -> None:
         """Record that a message of `nbytes` bytes was launched; its span ends when `work` completes.
 
-        If the message runs on the device, the future is done at once, and its callback runs on a stream that waits for
-        the message.
+        If the message runs on the device, the future of `work` is done at once, and the future's callback runs on a
+        stream that waits for the message.
         """
         start = self._clock.now()
 
@@ -113,7 +113,7 @@ class Tracer:
         return result
 
     def _at(self, mark: Any) -> float:
-        """Convert a mark to seconds since this tracer was made."""
+        """Convert a mark of the clock to seconds since this tracer was made."""
         return self._clock.seconds(self._began, mark)
 
     def _spans(self) -> list[Span]:

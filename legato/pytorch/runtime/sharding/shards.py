@@ -4,8 +4,8 @@ docs/sharding.md has the papers, and what users see.
 
 [Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk of the buffer. The parts of
 parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for one reduce_scatter after another. While
-it waits, `step()` updates the shards whose gradients have arrived, with the user's own optimizer, on flat parameters
-that share the model's memory, and writes the new values into the chunk. Then the all_gathers are launched, in the
+it waits, it updates the shards whose gradients have arrived, and writes the new values into the chunk. The updates use
+the user's own optimizer, on flat parameters that share the model's memory. Then the all_gathers are launched, in the
 plan's order. A parameter waits for its all_gather when it is read.
 
 [Note: what a rank must not do alone] The reduce_scatters before the first all_gather are launched in the backward pass.
@@ -60,7 +60,7 @@ ELEMENTWISE = (
 
 
 def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with another one."""
+    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with `others`."""
     base = users_class(optimizer)
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
@@ -177,7 +177,7 @@ class Shards(Delivery):
     # ---- forward and backward passes -------------------------------------------------
 
     def before_forward(self) -> None:
-        """Drop gradients that no optimizer uses, and their parameters' gates, because compilers look at parameters."""
+        """Drop gradients that no optimizer uses, and the gates of their parameters, which compilers must not see."""
         self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
@@ -289,7 +289,7 @@ class Shards(Delivery):
         self._averaged.add(bucket)
 
     def _find_gradients(self, bucket: Bucket) -> None:
-        """Find out which gradients that are missing on this rank exist on another rank (see `_receive`)."""
+        """Find out for which of this rank's missing gradients another rank has a gradient (see `_receive`)."""
         alone = self._device.type == "cpu" or self.messages.in_backward
         sent = [b for b in self._scattered if b not in self._averaged and b not in self._late]
         flags = {}
@@ -357,7 +357,7 @@ class Shards(Delivery):
     # ---- step ----------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        """Update this rank's shards of the optimizer's parameters, and run its hooks; the new values arrive later."""
+        """Update this rank's shards of the optimizer's parameters, and run its step hooks; new values arrive later."""
         mine: list[Slot] = []
 
         def step(_: Optimizer) -> None:
@@ -506,8 +506,8 @@ class Shards(Delivery):
 class GradScaler(SubstituteScaler):
     """A `torch.amp.GradScaler`, with the same arguments, that also works with sharded optimizers.
 
-    Each rank sees only the infinite gradients in its own shards. With this scaler, all ranks skip a step, and change
-    the scale, if any rank has found one.
+    Each rank sees only the infinite gradients in its own shards. With this scaler, all ranks skip a step and change the
+    scale if any rank has found an infinite gradient.
     """
 
     def substitutes(self, optimizer: Optimizer) -> Any:
@@ -536,7 +536,7 @@ def shards_of(optimizer: Any) -> Shards | None:
 
 
 def _check_unused(slots: Sequence[Slot]) -> None:
-    """Raise `RankError` if there are gradients, because no backward pass before this step has sent them."""
+    """Raise `RankError` if parameters have gradients that no backward pass has sent since the last step."""
     with without_overrides():
         for slot in slots:
             if slot.parameter.grad is not None:

@@ -175,8 +175,8 @@ class Worker(Puller):
     def changed(self) -> list[tuple[int, bool]]:
         """Return (shard index, whether a gradient exists) for each averaged gradient that the script changed.
 
-        Raises `RankError` for a change that the servers cannot follow: of a gradient before it was averaged, or of a
-        parameter.
+        Raises `RankError` if the script has changed a parameter, or a gradient that is not averaged yet, because the
+        servers cannot follow such a change.
         """
         if self.in_backward or not self._unstepped:
             raise RankError("optimizer.step() without a backward pass before it that pushed gradients to the servers")
