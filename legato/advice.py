@@ -158,14 +158,14 @@ class Advice(msgspec.Struct, frozen=True):
     """The advice on a job, from its traces.
 
     Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks, and `measured_s`
-    is the median step of `rank`. `error` is the relative error of the traced plan's prediction (0.1: the predicted time
-    is 10% longer than `measured_s`; None if the plans are for another network). `predictions` begin with the traced
-    plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
-    predictions are empty or None, and `lacking` says why. `code` is the line to try. `missing` lists what the traces
+    is the median step of `rank`. `error` is the relative error of the traced plan's prediction: 0.1 if the predicted
+    time is 10% longer than `measured_s`, and None if the plans are for another network. `predictions` begin with the
+    traced plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
+    predictions are empty or None, and `lacking` says why. `code` is the code to try. `missing` lists what the traces
     lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are the costs of
     FSDP2's collectives. `comparison` has the traced groups in its first row and other groups in the following rows.
-    `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the traced time of the
-    step of all ranks, and `replayed_s` the time of the same step in a replay.
+    `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the time of the step over
+    all ranks in the traces, and `replayed_s` is the time of this step in a replay.
     """
 
     name: str
@@ -417,7 +417,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Return the sentences of a verdict on groups, and the row to try, if possible without more memory."""
+    """Return the sentences of a verdict on groups, and the row of the table to try, preferably in no more memory."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -657,10 +657,10 @@ def of_traces(
     """Return a verdict on a traced job: where its time goes, and what a better plan would save.
 
     `traces` are the files of torch.profiler, one for each rank, or the folder that holds them. The files may include
-    execution traces. If a rank has a second trace, the second trace is taken to come from the job after a change.
-    `cluster` is the network to plan for, by default the traced network, with `workers` workers. Plans are for `rank`
-    and `step`. `transfer` has `PATTERN=COLLECTIVE` for each kernel that legato does not know. `say` is called with each
-    note about files that are left out. Raises `InputError`, and `FileError` on a wrong file.
+    execution traces. If a rank has two traces, legato assumes that the second one was made after a change of the job.
+    `cluster` is the network to plan for, by default the traced network, with `workers` workers. Plans are made for
+    `rank` and `step`. `transfer` has `PATTERN=COLLECTIVE` for each kernel that legato does not know. `say` is called
+    with each note about files that are left out. Raises `FileError` on a wrong file, and `InputError` on wrong options.
     """
     paths = [traces] if isinstance(traces, (str, os.PathLike)) else traces
     files = in_folders([Path(path) for path in paths], say)
@@ -723,7 +723,7 @@ def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, float]]:
-    """Return the seconds (communicating, exposed) of each kind, the most exposed first: means of the ranks' medians."""
+    """Return (communicating, exposed) seconds by kind, as means of the ranks' medians, the most exposed kind first."""
     totals: dict[str, tuple[float, float]] = {}
     for rank in ranks:
         for times in rank.kinds:
@@ -734,7 +734,7 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
 
 
 def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
-    """Return a table of communication by kind of collective: of the only rank, or means over the ranks."""
+    """Return a table of communication by kind of collective; with several ranks, the table has means over the ranks."""
     found = _kinds_over_ranks(ranks)
     if not found:
         return None
@@ -836,7 +836,7 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
-    """Return sentences about what changed between two jobs, judged by the mean over the ranks of their median steps."""
+    """Return sentences about what changed between two jobs. Each time is a mean over the ranks of a rank's median."""
     old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0

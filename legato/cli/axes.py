@@ -98,7 +98,7 @@ class Given:
         return cls(cluster, machine, axes)
 
     def replace(self, **axes: Any) -> Given:
-        """Return a copy of the options with these values for these axes."""
+        """Return a copy of the options in which the given axes have the given values."""
         every = (self.axes | axes).items()
         return Given(self.file, self.name, {name: value for name, value in every if value is not None})
 
@@ -128,11 +128,11 @@ class Given:
             raise InputError(f"--cluster and --{typed[0]}: give one or the other")
 
     def typed(self, *parts: str) -> list[Axis]:
-        """Return the axes of these parts (`Axis.part`) that were typed."""
+        """Return the axes that were typed and whose `Axis.part` is in `parts`."""
         return [axis for axis in NETWORK if axis.name in self.axes and axis.part in parts]
 
     def of(self, *parts: str) -> dict[Axis, Any]:
-        """Return the value of each axis of these parts that was typed."""
+        """Return the value of each axis that was typed and whose `Axis.part` is in `parts`."""
         return {axis: _parsed(axis, self.axes[axis.name]) for axis in self.typed(*parts)}
 
     def fields(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Given:
         return {axis.field: value for axis, value in self.of("links", "switches").items()}
 
     def several_of(self, *parts: str) -> dict[Axis, tuple[Any, ...]]:
-        """Return the list of values of each axis of these parts that was typed, for a sweep."""
+        """Return all values, for a sweep, of each axis that was typed and whose `Axis.part` is in `parts`."""
         return {axis: tuple(Given(None, None, self.axes)._values(axis)) for axis in self.typed(*parts)}
 
     def machines(self, collective: str | None = None) -> Machines:
@@ -182,7 +182,7 @@ class Given:
         return self._reached(axis, None if value is None else _parsed(axis, value))
 
     def _reached(self, axis: Axis, value: Any) -> Any:
-        """Return the value that the network reaches: `value` or the default, times the share of a nominal rate."""
+        """Return the value that the network reaches: `value` or the default, times its share of a nominal rate."""
         machine = self.named()
         links = {} if machine is None else links_of(machine)
         stated, share = links.get(axis.field, (axis.usual, 1))
@@ -245,7 +245,7 @@ def _quantities(axis: Axis, text: str) -> list[Any]:
 
 
 def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict[str, Any]) -> Group:
-    """Return the options for the axes with these names or parts; without names, for all axes of the network.
+    """Return the options for the axes with a `name` or `part` in `names`; without `names`, for all network axes.
 
     `own` replaces defaults or limits of axes by name. `cluster` adds the option for a cluster file.
     """

@@ -35,7 +35,7 @@ def fit_machine(
 
     One step is enough for the efficiency. Two steps with different layers also determine the host time. Steps with
     different sequence lengths determine the efficiency of attention. With two or more steps, each step is also
-    predicted from the other steps. Pass the file as --machine to legato workload and legato layouts.
+    predicted from the other steps. Pass the written file as --machine to legato workload and legato layouts.
 
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """

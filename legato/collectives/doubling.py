@@ -1,10 +1,10 @@
 """Exchanges with partners at doubling distances: recursive doubling (MG-WFBP, Table II) and halving-doubling.
 
-Among n ranks, p ranks exchange, where p is the largest power of two up to n. Each of the remaining ranks first sends
-everything to a partner among the p ranks, and receives the result from this partner at the end. Recursive doubling,
-which the Network Operator Edition (3.3.2) calls butterfly mixing, exchanges all bytes in each of log2(p) rounds. In
-halving-doubling (Rabenseifner), two partners exchange halves of the parts that they still have to add up (1/2, 1/4, ...
-1/p of the bytes), and then all sums in reverse order.
+Among n ranks, p ranks exchange data, where p is the largest power of two up to n. Each of the remaining ranks first
+sends everything to a partner among the p ranks, and receives the result from this partner at the end. Recursive
+doubling, which the Network Operator Edition (3.3.2) calls butterfly mixing, exchanges all bytes in each of log2(p)
+rounds. In halving-doubling (Rabenseifner), two partners first exchange halves of the parts that they still have to add
+up (1/2, 1/4, ... 1/p of the bytes). Then the same rounds run backwards and exchange the sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Return the number of consecutive transfers: one less if at most half of the p ranks have an extra partner."""
+    """Return how many transfers follow one another: one more if over half of the p ranks have an extra partner."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

@@ -88,7 +88,7 @@ def claim(table: str, row: str, column: str, holds: Sequence[bool]) -> Cell:
 
 
 def select(paper: Paper, table: int | None = None, figure: int | None = None) -> list[str]:
-    """Return the labels of all parts, or only of the table and the figure with these numbers."""
+    """Return the labels of all parts, or only the labels of the table and the figure with the given numbers."""
     if table is None and figure is None:
         return list(paper.parts)
     wanted = {f"Table {table}", f"Fig. {figure}"}

@@ -118,7 +118,7 @@ def _models() -> Part:
 
 
 def _scaling(label: str, title: str, axis: str, settings: dict[float, tuple[float, int, int]]) -> Callable[[], Part]:
-    """Compute TIC's throughput over the random order (Figs. 9 to 11).
+    """Compute TIC's throughput divided by the throughput of random orders (Figs. 9 to 11).
 
     `settings` maps x to (batch, workers, servers).
     """
@@ -156,7 +156,7 @@ def _scaling(label: str, title: str, axis: str, settings: dict[float, tuple[floa
 
 
 def _sizes() -> Part:
-    """Compute the gain by the size of the graph (Fig. 12)."""
+    """Compute how the gain depends on the size of the graph (Fig. 12)."""
     models = sorted(_TABLE_1, key=lambda model: _TABLE_1[model][3])
     ops = [float(_TABLE_1[model][3]) for model in models]
     cells, curves = [], {}
@@ -183,7 +183,7 @@ def _runs() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _regression() -> Part:
-    """Compute the step time by overlap, and the consistency of step times (Figs. 13a and 13b)."""
+    """Compute how the step time depends on overlap, and the consistency of step times (Figs. 13a and 13b)."""
     (seconds, overlap), (tac_s, tac_overlap) = (found.T for found in _runs())
     r2 = float(np.corrcoef(seconds, overlap)[0, 1] ** 2)
     normalized = {"random": np.sort(tac_s.min() / seconds), "TAC": np.sort(tac_s.min() / tac_s)}

@@ -1,4 +1,4 @@
-"""A plot of time over memory: a point for each way to train, and the line that no way can beat."""
+"""A plot of time over memory, with a point for each way to train, and a line for the lower bound."""
 
 from __future__ import annotations
 

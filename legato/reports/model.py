@@ -68,9 +68,10 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cell of a sweep.
 
     `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds. `speedup` is relative
-    to the sweep's first fabric and scheduler on the same cluster. If a cell with a slower link, more latency or fewer
-    servers is faster, `anomaly` names its axis and value, such as `bandwidth_bps=1e+09` (`sweeps/anomalies.py`).
-    Results that a cell does not have are None; if it has no results at all, `error` says why.
+    to the sweep's first fabric and scheduler on the same cluster. If the cell is slower than a cell that differs only
+    by a slower link, more latency or fewer servers, `anomaly` has the axis and value of that cell, such as
+    `bandwidth_bps=1e+09` (`sweeps/anomalies.py`). Results that a cell does not have are None; if it has no results at
+    all, `error` says why.
     """
 
     workload: str
@@ -91,7 +92,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the iteration's time as its only part, or no parts for a cell without a result."""
+        """Return the time of the whole iteration as one part, or no parts for a cell without a result."""
         return {} if self.iteration_s is None else {"iteration": self.iteration_s}
 
     @property
@@ -154,12 +155,13 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     `timelines` are predicted or measured, and are drawn in this order. A predicted and a measured timeline of the same
     name belong together. A measured timeline shows one iteration; `measured` has the times of many iterations, which
-    are compared. `advice` is one sentence. `told` has the tables and lines that a command has printed as its verdict,
-    and `asides` has its notes; with `told`, the page has no verdict of its own. `verdict` is the command's first
-    sentence, and `code` has the lines to try. `computation` says what the times of the workload's ops include besides
-    computation. With `points`, the page draws time over memory, and timelines begin with the forward pass. `breakdowns`
-    are charts of steps of a whole job; the headline describes the first step. A timeline may be named after the
-    scheduler of a plan in `plans`; then this plan tells which tensors the timeline's messages contain.
+    are compared. `advice` is one sentence. `told` has the tables and lines of the verdict that a command has printed,
+    and `asides` has the command's notes. If `told` is not empty, the page makes no verdict itself. `verdict` is the
+    command's first sentence, and `code` has the lines of code to try. `computation` says what the times of the
+    workload's ops include besides computation. If there are `points`, the page draws them as time over memory, and
+    timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job; the headline describes the
+    first step. A timeline may be named after the scheduler of a plan in `plans`; then this plan tells which tensors the
+    timeline's messages contain.
     """
 
     name: str

@@ -25,7 +25,8 @@ _WIDTH, _HEIGHT = 1000, 450
 def write_figures(path: str | os.PathLike[str], figures: Iterable[dict[str, Any]]) -> None:
     """Write the first figure to this file, and further figures to numbered files next to it (`name-2.svg` and so on).
 
-    Raises `FileError`, and `InputError` if plotly or kaleido (the extra `legato[figures]`) or a browser is missing.
+    Raises `FileError` if a file cannot be written, and `InputError` if a figure cannot be drawn, for example because
+    plotly or kaleido (the extra `legato[figures]`) or a browser is missing.
     """
     try:
         import kaleido  # noqa: F401 (plotly finds it)

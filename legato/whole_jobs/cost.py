@@ -1,4 +1,4 @@
-"""Cost of a piece of work for one worker: seconds by kind, and sent bytes by kind."""
+"""The cost of work for one worker: the seconds that each kind of work takes, and the bytes that each kind sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("tensor", "context", "expert", "pipeline", "data", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of work: `seconds` of computing and of each kind's exposed time; bytes `sent` by kind and tier.
+    """The cost of work: `seconds` by kind (computing, or exposed communication), and the bytes `sent` by kind and tier.
 
     The tier is `host` or `network`.
     """
@@ -38,7 +38,7 @@ class Cost:
         return sum(self.seconds.values())
 
     def of(self, kind: str) -> float:
-        """Return the seconds of a kind."""
+        """Return the seconds of a kind of work, or 0 if the cost has no such work."""
         return self.seconds.get(kind, 0.0)
 
     def __add__(self, other: Cost) -> Cost:
@@ -51,7 +51,7 @@ class Cost:
         )
 
     def behind(self, seconds: float, hidden: bool = True) -> Cost:
-        """Return the cost with the same bytes and, if `hidden`, only the time beyond these `seconds` of other work."""
+        """Return this cost less the `seconds` that other work hides (none if not `hidden`); the bytes do not change."""
         left = max(0.0, 1 - seconds / self.total_s) if hidden and self.total_s else 1.0
         return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
 
@@ -89,7 +89,7 @@ def price(kind: str, operation: Operation, machine: Machine, group: WorkerGroup,
 
 
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
-    """Return the cost of a ring all-gather or reduce-scatter of `nbytes` in all, or of an all-reduce (two `halves`).
+    """Return the cost of a ring all-gather or reduce-scatter of `nbytes` in all; if `halves` is 2, of an all-reduce.
 
     The time is latency + halves x bytes x (g-1)/g / bus.
     """

@@ -1,10 +1,10 @@
 """Inception v3 (Szegedy et al. 2015) as it is trained, with its auxiliary classifier.
 
 TicTac and Caramel train TF-slim's model, and the Network Operator Edition trains the model of the older Inception
-release. Both have the same variables. The order and the names here are from the older release: that release creates the
-auxiliary classifier in the middle, after the last 17 x 17 module, and section 8.5 adds the modules `mixed_35x35x288b`
-and `mixed_17x17x768e`. The older release has 1001 classes and this model has 1000, which changes no printed digit of
-Table 7.
+release. Both have the same variables. The order and the names here are from the older release. That release creates the
+auxiliary classifier in the middle, after the last 17 x 17 module. Section 8.5 of the Network Operator Edition adds
+copies of `mixed_35x35x288b` and `mixed_17x17x768e`. The older release has 1001 classes and this model has 1000, which
+changes no printed digit of Table 7.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class BackwardPass:
 class Phases:
     """The phases of a step: forward before the first backward pass, and optimizer after the last backward pass.
 
-    The optimizer steps at `optimizer_s`. Earlier operators of its phase, such as those that clip gradients, also run
-    after the transfers of DDP.
+    The optimizer steps at `optimizer_s`. Operators of the phase optimizer that run before `optimizer_s`, for example to
+    clip gradients, also run after the transfers of DDP.
     """
 
     backward_s: float
@@ -62,7 +62,7 @@ class Phases:
         return "backward" if moment_s < end_s else "optimizer"
 
     def within(self, moment_s: float) -> Phase:
-        """Return the same phase as `at`, but forward (of the next micro-batch) between two backward passes."""
+        """Return the phase as `at` does, but the time between two backward passes belongs to the next forward pass."""
         k = bisect.bisect_right(self.passes, moment_s, key=lambda p: p.start_s)
         between = 0 < k < len(self.passes) and moment_s > self.passes[k - 1].end_s
         return "forward" if between else self.at(moment_s)
@@ -95,7 +95,7 @@ _Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
 
 
 def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool]) -> _Rows:
-    """Return, for each thread, the rows with wanted names, and for each row the latest end so far."""
+    """Return, by thread, the rows with wanted names, and for each row the latest end of this row and earlier rows."""
     matches = np.array([wanted(name) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(matches[columns.name])
     threads = columns.thread[rows]

@@ -1,13 +1,13 @@
-"""One step of one rank: the work of its device, with the time of each launch and the phase.
+"""One step of one rank: the work of the rank's device, with the launch time and the phase of each piece of work.
 
 [Note: two kinds of idle time] A device is idle for one of two reasons. Either the host has not launched the next kernel
 yet: no plan of transfers changes that, so the idle time belongs to the computation (`TracedOp.gap_s`). Or the kernel
 has been launched and waits for a transfer: planning can change that, so the idle time belongs to no op. The time of the
 launch, which the profiler records under the kernel's correlation number, separates the two kinds of idle time. The
-kernel waits from its launch to the end of the last transfer that ends in the gap. A CPU has no launches, so the
-beginning of the gap counts instead. A launch that is recorded at its kernel's start or later only tells the difference
-between the clocks of host and device. With such a launch, the kernel waited if a transfer ended at the kernel's start,
-within this difference.
+kernel waits from its launch to the end of the last transfer that ends in the idle time. A CPU has no launches, so its
+ops wait from the beginning of the idle time. If a launch is recorded at its kernel's start or later, it shows only the
+difference between the clocks of host and device. Then the kernel waited if a transfer ended before the kernel's start
+by at most this difference.
 
 [Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
 are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
@@ -58,11 +58,11 @@ class TracedStep:
     """One traced step of one rank.
 
     `sending` is the backward pass whose gradients are sent, if that is known. The host launched op i at the time
-    `host_s[i]` on the thread `thread[i]`; `issued_s` and `issued_on` are the same for the transfers. On the device, the
-    step begins at `begin_s` and lasts `length_s`. `foreign` are the times (start, end) of computations of other steps
-    during this step, and `foreign_transfers` are the collectives (kind, start, end) of other steps. `waits` are the
-    times in which an operator waits for collectives. `suspected` are kernels that may be transfers, with their total
-    times.
+    `host_s[i]` on the thread `thread[i]`; it issued transfer i at `issued_s[i]` on the thread `issued_on[i]`. On the
+    device, the step begins at `begin_s` and lasts `length_s`. `foreign` are the times (start, end) of computations of
+    other steps during this step, and `foreign_transfers` are the collectives (kind, start, end) of other steps. `waits`
+    are the times in which an operator waits for collectives. `suspected` are kernels that may be transfers, with their
+    total times.
     """
 
     trace: Trace
@@ -95,7 +95,7 @@ class TracedStep:
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
 
     def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
-        """Return the time since which an op was ready, if the device is idle since `until_s` (see the first note)."""
+        """Return since when an op was ready, if the device is idle since `until_s` ([Note: two kinds of idle time])."""
         if not self.on_device:
             return until_s
         if host_s > op.start_s - ROUNDING_S:
@@ -169,7 +169,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """Return the sends and receives of each kernel that runs several of them."""
+    """Return the sends and receives that each kernel groups, or () for a kernel that groups none."""
     since: dict[int, float] = {}  # when each thread launched its last kernel with several sends and receives
     found = []
     for activity, what in zip(issued, described, strict=True):
@@ -185,8 +185,9 @@ def _of_gradients(
     """Return, for each collective, whether it can carry gradients, provided that the backward pass issued it.
 
     A collective carries no gradients if it has integers, or if it is part of an autograd node. Losses and norms are
-    recognized by their size: less than half the bytes of the smallest parameter (a gradient in 16 bits has half). An
-    all-reduce within a compiled graph carries gradients if its bytes equal the bytes of parameters.
+    recognized by their size: they have less than half the bytes of the smallest parameter, and a gradient in 16 bits
+    has exactly half. An all-reduce within a compiled graph carries gradients if its bytes equal the bytes of
+    parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 
@@ -254,7 +255,7 @@ def trim(step: TracedStep) -> TracedStep:
     Time in which ops overlap counts once, and the remaining gaps are due to the host.
 
     Collectives that carry no gradients become ops, without the time for which they wait for late ranks. The gap after
-    the last op belongs to the first op, as if the step before had been like this step.
+    the last op is added to the gap of the first op, as if the step before had ended with the same gap.
     """
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
@@ -312,7 +313,7 @@ class _Stalls:
         self._ends = [end for _, end in self._busy]
 
     def within(self, start: float, end: float) -> float:
-        """Return the seconds of a gap spent waiting, up to the end of the last transfer that ends in the gap."""
+        """Return how long the device waited in this gap, up to the end of the last transfer that ends in the gap."""
         last = bisect.bisect_right(self._done, end) - 1
         end = max(self._done[last], start) if last >= 0 else start
         total = 0.0

@@ -39,7 +39,7 @@ _KINDS: dict[str, SpanKind] = {
 class FlowStep:
     """A simulated step, with one lane for each class of workers that are alike.
 
-    The parts of the step belong to the busiest worker of lane `lane` of the program.
+    The parts of the step are the times of the busiest worker in the program's lane `lane`.
     """
 
     step: Step
@@ -54,7 +54,7 @@ class FlowStep:
         return int(max(of_lane, key=lambda one: _busy_s(self.program, one)).workers[0])
 
     def timeline(self, network: str = "") -> Timeline:
-        """Return a timeline: all lanes if there are few, or else the lanes of each stage that finish last.
+        """Return a timeline of all lanes or, if there are many, of the one lane of each stage that ends last.
 
         `network` describes the network in words. A lane is named after its first worker, and `members` is the number
         of workers that it represents.
@@ -113,8 +113,8 @@ def simulate(job: Job, network: Network, *, lane: int | None = None, alike: bool
     """Simulate a step on a network from `network_of`; without `alike`, simulate every worker (for tests).
 
     The parts of the step belong to the busiest worker (of a `lane`, if given). The worker computes, waits for
-    communication that all its workers have started, and is otherwise idle. As in `predict`, `pipeline` is how much
-    longer the step takes than without the pipeline's transfers. The bubble is the remaining idle time. Raises
+    communication that all its workers have started, and is otherwise idle. As in `predict`, the part `pipeline` is the
+    time by which the pipeline's transfers make the step longer. The bubble is the remaining idle time. Raises
     `InputError` if the network has too few workers, and `TooLargeError` on too many workers that are not alike.
     """
     _check_room(network, job.mesh.workers)
@@ -146,7 +146,7 @@ def mean_step(
 ) -> Step:
     """Return the mean of a job's simulated steps, as the busiest worker of a lane sees them.
 
-    `free` has the same steps if the pipeline's communications took no time; it is empty without a pipeline.
+    `free` has the same steps, simulated with pipeline communications that take no time; it is empty without a pipeline.
     """
     seconds, free_s = (fmean(map(seconds_of, every)) for every in (steps, free or steps))
     of_lane = ([_of_worker(made, one) for one in lanes if one.lane == lane] for lanes in steps)
@@ -201,7 +201,7 @@ def _busy_s(made: Program, lane: LaneTimes) -> float:
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
-    """Return a worker's seconds of computing, and of each kind (waits, and the optimizer) except the pipeline."""
+    """Return a worker's seconds of computing, and its seconds of waits and updates by kind, without the pipeline."""
     actions = made.lanes[lane.lane].actions
     computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
     for at, (begin_s, end_s) in lane.times.items():

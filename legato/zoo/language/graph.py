@@ -5,12 +5,12 @@ There are two families of models:
 - `gpt` has layer normalizations, biases, one matrix for queries, keys and values, MLPs of two matrices, learned
   positions, and one table for the embeddings and the output layer (Radford et al. 2019, like GPT-2 in `gpt2`).
 - `llama` has RMS normalizations, no biases, separate matrices for queries, keys and values, gated MLPs of three
-  matrices, rotary positions, and two tables (Dubey et al. 2024, section 3.2). With `experts`, a router sends each token
-  to some of several such MLPs (Jiang et al. 2024, section 2). Experts have equal loads and run as grouped matrix
-  products; each matrix of each expert is its own tensor.
+  matrices, rotary positions, and two tables (Dubey et al. 2024, section 3.2). With `experts`, a layer has several gated
+  MLPs, and a router sends each token to some of them (Jiang et al. 2024, section 2). Experts have equal loads and run
+  as grouped matrix products; each matrix of each expert is its own tensor.
 
-Attention is causal and keeps its scores in the kernel. GPT-3 alternates dense with banded attention (Brown et al. 2020,
-section 2.1); here, all attention is dense.
+Attention is causal, and its scores stay inside the kernel. GPT-3 alternates dense with banded attention (Brown et al.
+2020, section 2.1); here, all attention is dense.
 """
 
 from __future__ import annotations
