@@ -78,10 +78,10 @@ def distribute(  # noqa: PLR0913
             next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
             only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, each rank has all
-            states until the plan is made. A sharded plan needs no `shard`.
+            states until the plan is made. If the plan is sharded, `shard` can be left out.
         wire: `"bf16"` or `"fp16"` to send in that format only those gradients for which the planner finds it necessary;
-            `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. A
-            plan whose messages already have a wire format needs no `wire`.
+            `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. If
+            the plan's messages have a wire format, `wire` can be left out.
         error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.

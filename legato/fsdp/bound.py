@@ -132,7 +132,7 @@ class _Chain:
         return bool(min(self.memory - 2 * self.gathered.max(), self.room.min(), self.full.min()) >= 0)
 
     def exposed_s(self, end: int) -> float:
-        """Return the least seconds of the first group, from gather to reduction, if the group ends at unit `end` or later."""
+        """Return the least seconds of the first group, from gather to reduction, if it ends at unit `end` or later."""
         first = int(np.argmax(self.held))
         gathered, scattered = (float(sizes[: end + 1].sum()) for sizes in (self.gathered, self.scattered))
         reduction = self.costs.scatter.cost(scattered) if scattered else 0.0

@@ -154,14 +154,14 @@ class ModelReport(msgspec.Struct, frozen=True):
     """Everything known about one workload; the page leaves out what is missing.
 
     `timelines` are predicted or measured, and are drawn in this order. A predicted and a measured timeline of the same
-    name belong together. A measured timeline shows one iteration; `measured` has the times of many iterations, which
-    are compared. `advice` is one sentence. `told` has the tables and lines of the verdict that a command has printed,
-    and `asides` has the command's notes. If `told` is not empty, the page makes no verdict itself. `verdict` is the
-    command's first sentence, and `code` has the lines of code to try. `computation` says what the times of the
-    workload's ops include besides computation. If there are `points`, the page draws them as time over memory, and
-    timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job; the headline describes the
-    first step. A timeline may be named after the scheduler of a plan in `plans`; then this plan tells which tensors the
-    timeline's messages contain.
+    name belong together. A measured timeline shows one iteration; `measured` has the times of many iterations of each
+    plan, which the page compares. `advice` is one sentence. `told` has the tables and lines of the verdict that a
+    command has printed, and `asides` has the command's notes. If `told` is not empty, the page makes no verdict itself.
+    `verdict` is the command's first sentence, and `code` has the lines of code to try. `computation` says what the
+    times of the workload's ops include besides computation. If there are `points`, the page draws them as time over
+    memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job; the headline
+    describes the first step. A timeline may be named after the scheduler of a plan in `plans`; then this plan tells
+    which tensors the timeline's messages contain.
     """
 
     name: str

@@ -116,7 +116,7 @@ def simulate(
 
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
-    """Return the named fabrics, each with the options that it has; raise `InputError` if no fabric has an option."""
+    """Return the named fabrics, each with its options; raise `InputError` on an option that none of them has."""
     from legato.simulator.flow.fabrics import check_options, fabric_names, fitting, label
 
     chosen = fabric_names() if names == "all" else list(map(fabric_of, split(names)))
@@ -315,7 +315,7 @@ def _sends(grid: Grid) -> list[str]:
 
 
 def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
-    """Print one row per cell, or, if there are many cells, the fastest one on each network.
+    """Print one row per cell, or, if there are many cells, only the row of the fastest cell on each network.
 
     The title has the values that all cells share.
     """

@@ -101,7 +101,7 @@ def sharded(steps: Sequence[TracedStep], chosen: int, workers: int | None) -> Sh
 
 
 def _late(marks: Sequence[_Mark]) -> set[str]:
-    """Return the groups that are reduced when the backward pass has ended."""
+    """Return the groups that are reduced only after the backward pass has ended."""
     ends = [m for m in marks if m.what == "root_post_backward_callback"]
     reduced = (m for m in marks if m.what == "post_backward_accumulate")
     return {m.path for m in reduced if any(end.start_s <= m.start_s <= end.end_s for end in ends)}

@@ -12,9 +12,9 @@ by at most this difference.
 [Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
 are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
 everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
-the next step begins. All work of the device between these two times counts, including the end of an earlier step's
-transfer or the beginning of a later step on another stream. With this definition, no share of the step is larger than
-the step.
+the next step begins. All work of the device between these two times belongs to the step, including the end of an
+earlier step's transfer or the beginning of a later step on another stream. With this definition, no share of the step
+is larger than the step.
 """
 
 from __future__ import annotations

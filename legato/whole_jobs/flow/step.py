@@ -137,7 +137,7 @@ def sends_of(made: Program) -> set[int]:
 
 
 def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
-    """Return the lane of the worker that computes and waits for communication longest in any of these steps."""
+    """Return the lane of the worker with the most seconds of computing and of waiting for communication in any step."""
     return max((lane for lanes in steps for lane in lanes), key=lambda lane: _busy_s(made, lane)).lane
 
 

@@ -427,7 +427,7 @@ class Shards(Delivery):
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values. A gradient that the program has dropped or zeroed is dropped or zeroed here, too."""
+        """Give a shard its values. Drop or zero its gradient if the program did so to the parameter's gradient."""
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:

@@ -60,7 +60,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Try promising sets from one end; then try the best sets, and all tensors, from both ends."""
+        """Try promising sets from one end of the period; then try the best sets, and all tensors, from both ends."""
         certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
         found = [certificate.proves(problem) for certificate in certificates]
         yield from map(Proved, found, certificates)

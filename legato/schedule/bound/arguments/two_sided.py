@@ -1,7 +1,7 @@
 """The bound "two-sided": pairs of halves, before and after the moment at which the last gradients are scattered.
 
-All bytes that are scattered are also gathered, in equally many messages, so the work during one pass limits the work
-during the other. docs/bounds.md has the proof ("Two-sided").
+All bytes that are scattered are also gathered, in equally many messages, so the work of the reduce-scatters determines
+the work of the all-gathers. docs/bounds.md has the proof ("Two-sided").
 """
 
 from __future__ import annotations
