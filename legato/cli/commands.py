@@ -1,4 +1,4 @@
-"""All commands, and how they end.
+"""All commands of `legato`, and the exit statuses with which they end.
 
 Every failure is one line on standard error. The exit status is 2 for wrong input of any kind, 1 for a distributed job
 that fails or output that cannot be written, and 130 for Ctrl-C.

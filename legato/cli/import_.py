@@ -59,7 +59,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class OfSends:
-    """The options that apply only to send traces."""
+    """The options that apply only to traces that list the messages sent (`send-trace`)."""
 
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
     worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
@@ -152,7 +152,7 @@ def _write_program(found: Imported, traces: list[Path], output: Path, json: bool
 
 
 def _reader(format: str, options: dict[str, Any]) -> tuple[Callable[..., Imported], dict[str, Any]]:
-    """Return the reader of this format, and keyword arguments for it from the options.
+    """Return the function that reads this format, and the options as keyword arguments for this function.
 
     Raises `InputError` if the reader does not have one of the options.
     """

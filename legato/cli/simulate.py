@@ -32,9 +32,9 @@ def simulate(
 
     A workload can run on collectives, on sharp (SHARP, NCCL's CollNet), and on parameter servers, with or without
     switches that help them by multicast or aggregation (as in the Network Operator Edition). Speedups are relative to
-    one parameter server without help from switches. Speedups are left out if the one server would receive more than a
-    million pushes, or if a second server is disturbed. The bandwidth and latency of a measured cluster are derived from
-    the cost of its default collective.
+    one parameter server without help from switches. The table has no speedups if one server would receive more than a
+    million pushes, or if --disturb slows a second server down. The bandwidth and latency of a measured cluster are
+    derived from the cost of its default collective.
 
     A whole job (legato workload --tensor) and a program (legato import --program) use the hosts and links of --machine:
     by default the job's own machine, and h100 for a program. Other options add switches between the hosts. With

@@ -1,4 +1,4 @@
-"""Binomial tree: ceil(log2 n) rounds add everything up towards rank 0, and the sum returns the same way.
+"""Binomial tree: ceil(log2 n) rounds add everything up on rank 0, and the same rounds in reverse spread the sum.
 
 MG-WFBP, Table II ("binary tree").
 """
@@ -11,7 +11,7 @@ __all__ = ["TREE"]
 
 
 def _rounds(ranks: int) -> Rounds:
-    """Return the rounds. In round k, each rank whose lowest set bit is bit k sends to the rank without this bit."""
+    """Return the rounds. In round k, each rank whose lowest set bit is bit k sends to the rank 2^k below it."""
     up = tuple(Round(range(1 << k, ranks, 2 << k), shifts=(-(1 << k),)) for k in range((ranks - 1).bit_length()))
     return Rounds(1, up, back(up))
 

@@ -136,8 +136,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write bytes to a file atomically: if writing fails, the file keeps its old content.
 
-    If the path is not a regular file but, for example, `/dev/stdout` or a pipe, the file is written to, not replaced.
-    Raises `FileError` if writing fails.
+    If the path exists and is not a regular file (`/dev/stdout`, a pipe), legato does not replace it, but writes the
+    bytes into it. Raises `FileError` if writing fails.
     """
     temporary = None
     try:
@@ -178,7 +178,7 @@ def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspe
 
 
 def _decode(data: bytes, kind: type[Noun]) -> Noun:
-    """Decode like `msgspec.json.decode`, but raise `FileError` on wrong data, without the name of the source."""
+    """Decode like `msgspec.json.decode`, but raise `FileError` on wrong data; its message does not name the source."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

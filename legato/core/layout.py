@@ -1,14 +1,16 @@
 """The memory layout of messages: each has a flat buffer, and messages that share a tensor have adjacent buffers.
 
 [Note: chains] A tensor that a plan partitions over several messages can still be contiguous in memory. To keep the
-tensor contiguous, the message with its first bytes must end with these bytes, and the next message must begin with the
-bytes that follow. Therefore a slice that continues a tensor is first in its message, and a slice that the next message
-continues is last. Messages that fit together in this way form a chain and share one allocation. The elements that count
-gradients come after the slices, but before a slice that the next message continues.
+tensor contiguous, the buffer with the tensor's first bytes must end with these bytes, and the buffer of the next
+message must begin with the tensor's next bytes. Therefore a slice that continues a tensor is first in its message, and
+a slice that the next message continues is last. Messages that fit together in this way form a chain and share one
+allocation. A buffer also has elements that count the ranks with a gradient. These elements come after the slices, but
+before a slice that the next message continues.
 
 [Note: shards] In a sharded plan, the buffer of a message has one chunk for each rank, all of the same size. A chunk
-begins with parts of tensors, about an equal share of the elements. After the parts, the chunk has an element for each
-part that counts the ranks with a gradient. The last element of the chunk says whether the owner has updated the parts.
+begins with parts of tensors; all chunks have about the same number of elements of tensors. After its parts, the chunk
+has one element for each part, which counts the ranks that have a gradient for this part. The last element of the chunk
+says whether the owner has updated the parts.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class BufferLayout(NamedTuple):
 
 
 def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int, multiple: int = 1) -> BufferLayout:
-    """Return the layout of a message of elements of `element_size` bytes.
+    """Return the memory layout of a message whose elements have `element_size` bytes.
 
     `sizes` has the bytes of each whole tensor, by name. The number of elements of the buffer is a multiple of
     `multiple`.
@@ -79,7 +81,7 @@ def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> i
 
 
 def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
-    """Return the slice between places where a sharded plan may cut the tensor, or None if the slice is then empty.
+    """Return the slice with its ends moved to where a sharded plan may cut the tensor, or None if it is then empty.
 
     Each end of the slice moves towards the beginning of the tensor, by less than 64 elements. The tensor has `size`
     bytes.
@@ -90,7 +92,7 @@ def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
 
 
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
-    """Return the layout of a message of a sharded plan ([Note: shards]), and the most data elements in a chunk.
+    """Return the layout of a message of a sharded plan ([Note: shards]), and the most elements of tensors in one chunk.
 
     Slices are cut at the ends of chunks, and every slice has a flag.
     """
@@ -167,7 +169,7 @@ def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ran
 
 
 def _places(layouts: Sequence[BufferLayout]) -> dict[str, list[tuple[int, int, int]]]:
-    """Return the place of each slice of each tensor: (first byte, index of the allocation, element there)."""
+    """Return (first byte, index of the allocation, element in the allocation) of each slice, by tensor."""
     places: dict[str, list[tuple[int, int, int]]] = {}
     for memory, chain in enumerate(chains(layouts)):
         at = 0

@@ -48,14 +48,15 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.timeline/1"):
     """One iteration of training, predicted by a simulation or measured.
 
-    The metrics are from TicTac and Caramel, for the first worker: communication time N, computation time C, iteration
-    time T (seconds). Unlike TicTac's coefficient, `overlap` does not count time in which neither communication nor
-    computation runs. Time in which several messages are in flight counts once, and so does time in which several ops
-    run. If several workers have equal times, the timeline has only one of these workers, and `members` has (worker,
-    number of workers with its times, including itself). `job` and `network` describe, if known, the job and the network
-    in words. `baseline` is the timeline of the plan with which this plan is compared, usually DDP's on the same
-    network. If `name` equals `job`, the timeline is one of several jobs on one network, which are all drawn from the
-    same moment. With `whole`, workers do different work, like the stages of a pipeline, and reports draw all of them.
+    The metrics are defined as in TicTac and Caramel. They use the communication time N and the computation time C of
+    the first worker, and the iteration time T, all in seconds. Unlike TicTac's coefficient, `overlap` does not count
+    time in which neither communication nor computation runs. Time in which several messages are in flight counts once,
+    and so does time in which several ops run. If several workers have equal times, the timeline has only one of these
+    workers. For each worker in the timeline, `members` then has its number, and the number of workers with the same
+    times (itself included). `job` and `network` describe, if known, the job and the network in words. `baseline` is the
+    timeline of the plan with which this plan is compared, usually DDP's on the same network. If `name` equals `job`,
+    the timeline shows one of several jobs on one network, and reports draw these jobs from the same moment on. With
+    `whole`, workers do different work, like the stages of a pipeline, and reports draw all of them.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def source_in_words(self) -> str:
-        """Return `predicted` or `one measured iteration`, since other iterations took more or less time."""
+        """Return `predicted` or `one measured iteration` (other iterations may have taken more or less time)."""
         return "one measured iteration" if self.source == "measured" else self.source
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
@@ -147,10 +148,10 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
 
 
 def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """Return the time of communication during computation, divided by the shorter of the two total times, or 0 without.
+    """Return the time in which both run, divided by the shorter of their total times, or 0 if one never runs.
 
-    The intervals of each list are disjoint. If communication or computation always runs, the overlap is TicTac's
-    coefficient alpha. The overlap is never below 0 or above 1.
+    The intervals of each list are disjoint. If at every moment communication or computation runs, the overlap is
+    TicTac's coefficient alpha. The overlap is never below 0 or above 1.
     """
     n, c = _length(communication), _length(computation)
     either = _length(merge_intervals([*communication, *computation]))
@@ -176,8 +177,8 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Return (row, span) in order of start, with no overlap within a row and as few rows as possible.
 
-    Each span gets the lowest free row. In order of start, first fit needs only as many rows as there are spans at the
-    same moment. Times that round to the same nanosecond count as equal.
+    Each span gets the lowest free row. Since spans are placed in order of start, there are only as many rows as there
+    are spans at some moment. Times that round to the same nanosecond count as equal.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -206,9 +207,9 @@ class Bar(msgspec.Struct):
 def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     """Return the bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share a bar.
 
-    Spans keep their places: they are joined only if the gap between them is less than `finest_s`. Spans of different
-    kinds are joined while the bar is shorter than `finest_s`; the kind with the most time in a bar determines its
-    colour.
+    Two spans are joined only if the gap between them is less than `finest_s`, so that longer gaps stay visible. Spans
+    of different kinds are joined while the bar is shorter than `finest_s`; the kind with the most time in a bar
+    determines its colour.
     """
     bars: list[Bar] = []
     busy: dict[str, float] = {}  # seconds by kind in the last bar, while spans can still join it
@@ -269,7 +270,7 @@ def _title(timeline: Timeline) -> str:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
-    """Return the name of each lane and its spans in rows; spans that overlap are in different rows."""
+    """Return the name of each lane and its spans in rows; spans that overlap share only the last of many rows."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
         lanes.setdefault((span.worker, span.lane), []).append(span)

@@ -46,8 +46,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     `ready_after` is the id of the backward op that produces the gradient. `readers` are the ids of the ops that need
     the gradients of all workers: the optimizer ops that apply the averaged gradient, and the forward ops of the *next*
-    iteration that read the updated parameter. A forward op among the readers therefore also waits for every optimizer
-    op among them.
+    iteration that read the updated parameter. A forward op that reads the parameter therefore waits for all optimizer
+    ops that update it.
     """
 
     name: str
@@ -75,8 +75,9 @@ class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     `parameters` are the module's own parameters, and the parameters of inner modules that are never called. A parameter
     that several modules share is listed by the first module that is called; `tied` are the paths of the other modules.
     `calls` is the number of calls of the module in a step, and `named` is its place in `named_modules()`. An embedding
-    needs no gradient of its input, and the backward pass does not read its parameters. A module does not reach the loss
-    if no gradient comes back to its output, although the module or an earlier module has trained parameters.
+    needs no gradient of its input, and the backward pass does not read its parameters. A module *does not reach the
+    loss* if the module or an earlier module has trained parameters, but the backward pass computes no gradient of the
+    module's output.
     """
 
     path: str

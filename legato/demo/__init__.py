@@ -130,7 +130,7 @@ def rows(result: ModelResult) -> list[dict[str, Any]]:
 
 
 def advice(result: ModelResult) -> str:
-    """Return sentences that compare DDP with legato (measured, and predicted) and with other buckets (predicted)."""
+    """Return sentences that compare DDP with legato (measured and predicted) and with better buckets (predicted)."""
     predicted_s = {row["scheduler"]: row["iteration_s"] for row in result.rows}
     ours = measured_names(result.plan)[1]
     sentences = [
@@ -190,8 +190,8 @@ def report_of(result: ModelResult, link: str) -> ModelReport:
 def write_pictures(results: Sequence[ModelResult], folder: Path, link: str) -> tuple[Path, Path]:
     """Write the report and the Perfetto trace of all models, and return their paths.
 
-    The parts of each model's report are also written, to the model's folder. `link` describes the links between workers
-    in words.
+    The workload, plans and other data of each model's report are also written, to the model's own folder. `link`
+    describes the links between workers in words.
     """
     report, trace = folder / "report.html", folder / "trace.perfetto.json"
     models = [report_of(result, link) for result in results]

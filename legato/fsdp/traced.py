@@ -35,7 +35,7 @@ class Fit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, what: str, samples: Sequence[tuple[int, float]], *, waits_known: bool) -> Fit:
-        """Fit a cost to samples: the median for each size, or the fastest if samples may wait for late ranks."""
+        """Fit a cost to the median time of each size, or to the shortest if times may include waits for late ranks."""
         times: dict[int, list[float]] = {}
         for nbytes, seconds in samples:
             if nbytes > 0 and seconds > 0:
@@ -77,7 +77,7 @@ def compare_groups(
 
 
 def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ...]]:
-    """Return the costs of the job's collectives, and their fits."""
+    """Return the costs of the job's collectives, and how well each cost fits the traced collectives."""
     samples = {"all-gather": found.gathers, "reduce-scatter": found.scatters}
     if found.gathers_in_host:
         samples["all-gather of what was resharded to fewer ranks"] = found.gathers_in_host
@@ -89,8 +89,8 @@ def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ..
 def traced_units(found: Sharded) -> list[Unit]:
     """Return the units that groups can hold, and the root's computation before and after each group.
 
-    A group is one unit. If the paths of a group's modules differ only in their numbers, each module is a unit, all of
-    the same size.
+    A group is one unit. But if the paths of a group's modules differ only in their numbers and the time of each module
+    is known, each module is a unit, and all these units have the same size.
     """
     units: list[Unit] = []
     holds = next((k for back in (1, 0) for k, seconds in enumerate(found.root_s) if seconds[back] > 0), 0)
@@ -108,7 +108,7 @@ def _sizes(found: Sharded, group: ShardedGroup) -> tuple[int, int, int]:
 
 
 def _paths(group: ShardedGroup) -> tuple[str, ...]:
-    """Return the units of a group: each module, if all are alike and their times are known; otherwise one unit."""
+    """Return the paths of a group's units: its modules if they are alike and have known times, or else one path."""
     found = [_NUMBERED.match(path) for path in group.modules]
     alike = None not in found and len({match[1] for match in found if match}) == 1
     return group.modules if alike and len(group.forward_s) == len(group.modules) else (_SEPARATOR.join(group.modules),)
@@ -145,7 +145,7 @@ def traced_wrapping(found: Sharded) -> Wrapping:
 
 
 def as_modules(wrapping: Wrapping) -> Wrapping:
-    """Return a wrapping of traced units as a wrapping of modules. A unit may have several modules."""
+    """Return the wrapping with the modules of each unit in place of the unit, which may have several modules."""
     groups = (
         msgspec.structs.replace(g, modules=tuple(path for unit in g.modules for path in unit.split(_SEPARATOR)))
         for g in wrapping.groups

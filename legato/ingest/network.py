@@ -36,10 +36,10 @@ _ROUNDED = 0.05
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     """Return a cluster with the cost of an all-reduce fitted to the all-reduces of a traced job.
 
-    If the traces tell which group shares gradients, only this group's all-reduces count. For each number of bytes, the
-    fit uses the median time without waits for late ranks. If the waits are not known, it uses the fastest time, because
-    waits only make a collective longer. `workers` is the number of workers, in case the traces do not tell it. Raises
-    `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
+    If the traces tell which group shares gradients, only this group's all-reduces are used. For each number of bytes,
+    the fit uses the median time without waits for late ranks. If the waits are not known, it uses the fastest time,
+    because waits only make a collective longer. `workers` is the number of workers, in case the traces do not tell it.
+    Raises `InputError` if no traced all-reduce has a known size, or if nothing tells the number of workers.
     """
     times: dict[int, list[float]] = {}
     group = imported.gradients_group
@@ -61,8 +61,8 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 def doubt(cluster: Cluster) -> str:
     """Return why no network can have the cost that was fitted to a trace, or "" if the cost is possible.
 
-    A tree of n workers takes 2 log(n) steps. A ring takes 2(n-1) steps, in which each worker sends 2(n-1)/n of the
-    bytes in all.
+    A tree of n workers takes 2 log(n) steps. A ring takes 2(n-1) steps, and in each step, each worker sends 1/n of the
+    bytes.
     """
     cost, steps = cluster.cost(), 2 * (cluster.workers - 1)
     longest_s = max(2 * math.ceil(math.log2(cluster.workers)) * _SLOWEST_STEP_S, steps * _SLOWEST_OF_MANY_S)
@@ -126,7 +126,7 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """Return (bytes, seconds, results are right, busbw / algbw) of a line, or None if it is not a table row."""
+    """Return (bytes, seconds, whether results are right, busbw / algbw) of a line, or None if it is no table row."""
     time = max(k for k, word in enumerate(heading) if word == "time")
     columns = len(heading) + heading.count("timestamp")  # a timestamp is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]

@@ -1,10 +1,9 @@
 """MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms (Shi, Chu, Li, INFOCOM 2019).
 
-Nothing is fitted. The network is the one that the paper measured: 10GbE on which a ring
-all-reduce has a start-up of 2 (N - 1) 45.26 us (section V.A: 90.52, 271.56 and 633.64 us
-on 2, 4 and 8 nodes). The paper prints no compute times; ours are for one processor of a
-K80 at the zoo's efficiency. A message of WFBP is the gradient of one layer, with weights and
-biases together, and a convolution together with its normalization.
+Nothing is fitted. The network is the one that the paper measured: 10GbE, on which a ring all-reduce between N nodes has
+a start-up of 2 (N - 1) x 45.26 us. (Section V.A has 90.52 us for 2 nodes, 271.56 us for 4 and 633.64 us for 8.) The
+paper prints no compute times; ours are for one processor of a K80 at the zoo's efficiency. A message of WFBP has the
+gradients of one layer: its weights and biases, and for a convolution also the parameters of its normalization.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Fetched:
 
     @staticmethod
     def values(fetched: Sequence[Fetched]) -> list[torch.Tensor]:
-        """Return the tensors on the host, in the order given; waits once for each stream that copies any of them."""
+        """Wait until all tensors are copied (once for each stream that copies), and return the copies in order."""
         for event in {each._stream: each._copied for each in fetched if each._stream is not None}.values():
             event.synchronize()
         return [each._host for each in fetched]
@@ -56,7 +56,7 @@ def group_device(group: Any) -> torch.device:
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured; if so, the host must not use the device for anything else."""
+    """Return whether a CUDA graph is being captured; if so, the host may use the device only for work of this graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

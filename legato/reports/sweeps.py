@@ -1,6 +1,6 @@
 """The section of a sweep on the page: headline, table, and plots with one line per fabric and scheduler.
 
-As in the papers' figures, a plot has one panel per cluster, which is a set of values of all axes except the x axis.
+As in the papers' figures, a plot has one panel for each cluster. A cluster has one value on each axis but the x axis.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
 
 
 def over(rows: Sequence[SweepRow]) -> str:
-    """Return in words the fabric and scheduler that speedups of these rows are relative to."""
+    """Return words such as "over ring, ddp": to which fabric and scheduler speedups of these rows are relative."""
     first = rows[0]
     parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
     parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []
@@ -144,7 +144,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
 
 
 def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
-    """Return, for each line of the plots, its rows on the clusters on which no other line is faster, by cluster."""
+    """Return, for each line of the plots, its rows by cluster, but only for clusters where no other line is faster."""
     every: dict[Key, dict[Key, tuple[float, SweepRow]]] = {}  # cluster -> line -> seconds and row
     for row in rows:
         if row.iteration_s is not None:
@@ -159,7 +159,7 @@ def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
 
 
 def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:
-    """Return the figure of `y` ("iteration_s" or "speedup") over the axis `x`, or as bars if `x` is ""."""
+    """Return the figure of `y` ("iteration_s" or "speedup"): lines over the axis `x`, or bars if `x` is ""."""
     rows = [row for row in rows if getattr(row, y) is not None]
     others = [name for name in varying(rows) if name != x]
     panels = _spread(sorted({_at(row, others) for row in rows}), _MOST_PANELS)
@@ -199,7 +199,7 @@ def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
 
 
 def _look(key: Key, rows: Sequence[SweepRow]) -> dict[str, Any]:
-    """Return the style of a line: if both differ, colours show fabrics and dashes show schedulers."""
+    """Return the style of a line. If fabrics and schedulers vary, colours show fabrics, and dashes show schedulers."""
     every = [list(dict.fromkeys(v for row in rows if (v := _series(row)[i]))) for i in range(3)]
     at = [every[i].index(key[i]) if key[i] else 0 for i in range(3)]
     main, second = (at[0], at[1] + at[2]) if len(every[0]) > 1 else (at[1] if len(every[1]) > 1 else at[2], 0)

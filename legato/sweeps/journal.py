@@ -80,7 +80,7 @@ class Journal:
         return FileError(f"{self.path}: cannot store finished cells: {getattr(error, 'strerror', None) or error}")
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Store the outcome of a cell if it is final; a stored outcome survives a crash of this process."""
+        """Add the outcome of a cell. A final outcome is also written to the file, to survive a crash of the process."""
         self.done[key] = outcome
         if outcome.final:
             try:

@@ -58,7 +58,7 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write all of these rows, or none; a cell is empty if only other rows have its key. Raises `FileError`."""
+    """Write these rows, or nothing. A column that a row lacks is empty in this row. Raises `FileError`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
     writer.writeheader()

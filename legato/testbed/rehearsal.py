@@ -68,7 +68,7 @@ class Task(msgspec.Struct, frozen=True):
 
     `schedulers` may include `BUCKETS`. At least `iterations` iterations are timed with each scheduler. With a `ratio`,
     computation is scaled so that sending all gradients in one message takes `ratio` times as long as computation. With
-    a `cluster`, plans and predictions are made for it instead of for the calibrated cluster. One iteration of each
+    a `cluster`, plans and predictions are made for this cluster, not for the calibrated one. One iteration of each
     scheduler in `traced` is recorded as a timeline. With `compiled`, the plans run in compiled models, which can
     compute in a plan's own order. DDP's models are not compiled, so that DDP has each gradient as soon as its op ends.
     With a `shard`, plans are also tried sharded, and DDP is also tried with torch's ZeroRedundancyOptimizer, for which
@@ -114,9 +114,9 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 class Trial(msgspec.Struct, frozen=True):
     """The result for one plan: the seconds of every timed iteration, and the prediction, if there is one.
 
-    `measured` is the timeline of one iteration if the plan was traced. `rounded` is the
-    fraction of the gradients' bytes that are sent in a wire format if the task has one.
-    `plan` is set if legato's runtime ran the plan, or if DDP ran with the plan's buckets.
+    `measured` is the timeline of one iteration if the plan was traced. If the task has a wire format, `rounded` is the
+    fraction of the gradients' bytes that the plan sends in this format. `plan` is the plan that legato's runtime ran,
+    or whose buckets DDP used; otherwise `plan` is None.
     """
 
     scheduler: str

@@ -38,7 +38,7 @@ _MARKS = {"fits": "", "near the limit": ", near the limit", "does not fit": ""}
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The `best` layouts, the fastest first, among all `number` layouts that divide the job evenly.
+    """The `best` layouts, the fastest first; `number` is the number of all layouts that divide the job evenly.
 
     `best` includes layouts near the memory limit, and always the fastest layout that fits, however slow it is.
     `complete` is false if the search reached its limit before it could rule out faster layouts.
@@ -228,7 +228,8 @@ def _of_mesh(
 def _chunks(layers: int, pipeline: int) -> list[int]:
     """Return the numbers of chunks to try for a stage.
 
-    The numbers are `_CHUNKS`, and all divisors of a stage's layers, with and without embeddings and output as layers.
+    The numbers are `_CHUNKS`, and all divisors above 1 of the number of a stage's layers (also if embeddings and output
+    count as layers).
     """
     found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
     return sorted((found | set(_CHUNKS)) - {1})
@@ -299,7 +300,7 @@ def layouts(
 
 
 def machines(machine: Machine) -> dict[str, Machine]:
-    """Return copies of a machine, each with one improvement, by a name of the improvement."""
+    """Return copies of a machine, each with one improvement; the keys name the improvements."""
     latencies = ("latency_s", "network_latency_s", "hop_s")
     return {
         "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),

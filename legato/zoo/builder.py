@@ -119,7 +119,7 @@ class Value:
 
 
 def reshape(x: Value, *shape: int) -> Value:
-    """Return the values, or a slice of them, as a view with another shape, which takes no time."""
+    """Return the values, or a slice of the values, in another shape. No values are moved, so this takes no time."""
     return replace(x, shape=shape)
 
 
@@ -181,7 +181,7 @@ class Builder:
         flops: int = 0,
         moved: int | None = None,
     ) -> Value:
-        """Add a layer and return its output of this shape. By default, a layer moves each input and output once."""
+        """Add a layer and return its output of this shape. By default, it reads each input once and writes once."""
         outputs = math.prod(shape)
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs

@@ -126,7 +126,7 @@ def global_pool(x: Value, name: str) -> Value:
 
 
 def dense(x: Value, name: str, units: int, *, bias: bool = True, weights: int | None = None) -> Value:
-    """Add a fully connected layer on the last axis; `weights` is the index of a variable to share."""
+    """Add a fully connected layer on the last axis. To reuse a variable of another layer, give its index: `weights`."""
     net, width = x.net, x.shape[-1]
     variables = [net.variable(f"{name}/weights", width, units) if weights is None else weights]
     if bias:

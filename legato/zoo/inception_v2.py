@@ -1,7 +1,7 @@
 """Inception v2 (Ioffe, Szegedy 2015: the batch normalization paper), as TF-slim defines it and TicTac uses it.
 
-The first layer is a separable convolution: a 7 x 7 convolution of each channel into 8 channels, then a 1 x 1
-convolution into 64 channels, followed by one batch normalization (only beta).
+The first layer is a separable convolution. It has a 7 x 7 convolution of each channel into 8 channels, and a 1 x 1
+convolution into 64 channels. One batch normalization (only with beta) follows.
 """
 
 from __future__ import annotations

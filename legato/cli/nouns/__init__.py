@@ -1,7 +1,7 @@
-"""The faces of nouns on the command line, one file per noun.
+"""Functions that apply a verb (a command) to a noun (a kind of file), called *faces*; one module per noun.
 
-A face is a function that applies a verb to a noun; its parameters are the options. A verb has the options of all of its
-faces, but refuses an option that the face of the noun in its files does not have (`legato.cli.options`).
+The parameters of a face are the options of the command. A command offers the options of all of its faces, but refuses
+an option that the face for the given files does not have (`legato.cli.options`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
 
 
 def faces(verb: str) -> list[Callable[..., None]]:
-    """Return all faces of this verb."""
+    """Return the functions that apply this verb to a noun."""
     return [getattr(module, verb) for module, _ in _FACES.values() if hasattr(module, verb)]
 
 
 def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
-    """Read the nouns in these files, and call their face for the verb. A file without a known format is a workload.
+    """Read these files, and call the function that applies the verb to their contents.
 
-    Raises `InputError` if there is no such face, if the nouns have different faces, or if there are too many files.
+    A file without a known format is read as a workload. Raises `InputError` if the verb does not apply to a file, if
+    the files need different functions, or if there are too many files.
     """
     data = [files.load(path) for path in paths]
     kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]

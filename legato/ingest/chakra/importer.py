@@ -95,7 +95,7 @@ def import_chakra_program(
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
-    """Return the files by rank. The rank is in the file name (`<prefix>.<rank>.et`), or is the file's position."""
+    """Return the files by rank. The rank is in the name (`<prefix>.<rank>.et`), or else is the index in `paths`."""
     found: dict[int, Path] = {}
     for position, path in enumerate(paths):
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
@@ -185,7 +185,7 @@ class _Graph:
         return order
 
     def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
-        """Return nodes in topological order (Kahn's algorithm, ties by id), without cycles and their successors."""
+        """Return nodes in topological order (Kahn's algorithm, ties by id), without nodes that need a cycle's nodes."""
         left: dict[int, int] = {}
         feeds: dict[int, list[int]] = {}
         for key, deps in needs.items():
@@ -215,7 +215,7 @@ class _Graph:
         return found if len(found) <= 8 else [*found[:7], found[-1]]
 
     def _phased(self) -> dict[int, Phase]:
-        """Return the phase of each kept node: from its attribute, or else its thread, its name or its position."""
+        """Return the phase of each kept node, by its attribute, or else by its thread, its name or its position."""
         said: dict[int, Phase] = {
             n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _PHASES
         }
@@ -243,7 +243,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Return phases from the ids of nodes on autograd's thread, which runs `*_backward`. Ids grow over time."""
+        """Return phases by comparing ids, which grow over time, with the ids on autograd's thread (`*_backward`)."""
         threads = {
             n.attributes.get("tid")
             for n in self.order

@@ -2,11 +2,11 @@
 
 [Note: what waits for a communication] A trace tells when a rank computes and when it communicates, but seldom which op
 waits for which communication. If a device is idle although its next kernel has been launched, and communications end
-during this time, the kernel waits for the last of these communications. Any later op may wait for a communication that
-has already ended. It is assumed that the optimizer waits for gradients. For any other communication, it is assumed that
-the first op that was launched after the communication and began after its end waits for it. On a slower network, no
-earlier op can wait for the communication. Nothing in a step waits for a communication that ends after the step. All
-other idle time is kept.
+during this time, the kernel waits for the last of these communications, and for each one that carries no gradients. If
+no kernel waits in this way for a communication, each op that began after the communication's end may depend on it. If
+the communication carries gradients, legato assumes that the optimizer waits for it. Otherwise legato lets it delay the
+first op that was launched after the communication and began after its end, because earlier ops did not need it. Nothing
+in a step waits for a communication that ends after the step. Idle time without such waits stays in the program.
 
 [Note: when a communication is started] The kernel of a communication begins when three things have happened: the
 host has launched the kernel, earlier computation has ended, and earlier work on its stream has ended. A communication
@@ -43,7 +43,7 @@ def program(
 ) -> Program:
     """Return the program of one step and its traced time, from the untrimmed steps of all ranks.
 
-    The trace of one rank is enough if all its communications are among all ranks. Raises `InputError` if ranks
+    The trace of one rank is enough if all ranks take part in each communication. Raises `InputError` if ranks
     contradict each other, or if a trace does not tell what a communication is.
     """
     number = max(workers or 0, len(steps))
@@ -101,9 +101,9 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
 
 
 def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
-    """Return the clock shifts of the ranks with which each communication ends at the same time on all its ranks.
+    """Return by how much to shift each rank's clock so that a communication ends at the same time on all its ranks.
 
-    Ranks that no communications connect begin at the same time.
+    Ranks without common communications are shifted so that they begin the step at the same time.
     """
     of_rank: dict[int, list[dict[int, TracedTransfer]]] = {rank: [] for rank in steps}
     transfers = transfers_of(steps)
@@ -170,7 +170,7 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether the communication can start only after the communication for which the pause waits."""
+        """Return whether communication `number` can start only after the communication for which the rank pauses."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
@@ -237,7 +237,7 @@ class _Walk:
         return sorted(found)
 
     def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
-        """Return when the rank waits for a communication that ends during computation."""
+        """Return the moment at which the rank begins to need a communication that ended during computation."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
         ended = transfer.end_s - ROUNDING_S
         if transfer.carries_gradients:

@@ -103,7 +103,8 @@ class GraphFunction:
     def run_whole(self, args: list[Any]) -> Sequence[Any]:
         """Run the uncut graph: compiled, or node by node while it is being recorded.
 
-        Once the uncut graph has run compiled, pieces return results with the same strides as the uncut graph.
+        The first compiled run of the uncut graph records the strides of its results. From then on, results of pieces
+        get the same strides.
         """
         if one_by_one.wanted:
             return self._recorded(args)
@@ -127,7 +128,7 @@ class GraphFunction:
         return all(hasattr(value, "stride") for value in self._inputs)
 
     def cut(self, node_order: tuple[str, ...], starts: tuple[int, ...]) -> list[graphs.Piece]:
-        """Return the pieces that begin at these node indices; none if the graph cannot be cut, or is being recorded."""
+        """Return the pieces that begin at these node indices. Without cuts, or while recording, there are no pieces."""
         key = node_order, starts
         if one_by_one.wanted:
             return []
@@ -168,7 +169,7 @@ class GraphFunction:
         return run
 
     def _wanted(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Return the strides that a forward graph's result must have for the backward graph; None for other results."""
+        """Return the strides that the backward graph expects of this forward result, or None if it expects none."""
         return self._strides.get(node) if self.phase == "forward" else None
 
 

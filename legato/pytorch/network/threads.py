@@ -4,9 +4,9 @@
 holds the lock of a connection, the first does not sleep but spins until the lock is free. If both threads run on one
 core and bytes arrive while the lock is held, Linux lets the first thread preempt the second. The first thread then
 spins until the next tick of the scheduler, for up to 4 ms. On two cores this happens in almost every message: a message
-of 64 bytes takes 2 ms instead of 0.2 ms (or instead of 0.7 ms, when two are in flight). Threads with the policy
-SCHED_BATCH do not preempt others when they wake up, so legato's own groups use it. No privileges are needed.
-`benchmarks/messages.py` measures the effect.
+of 64 bytes takes 2 ms. Without preemption, the message takes 0.2 ms, or 0.7 ms if another message is in flight. Threads
+with the policy SCHED_BATCH do not preempt others when they wake up, so legato's own groups use it. No privileges are
+needed. `benchmarks/messages.py` measures the effect.
 """
 
 from __future__ import annotations

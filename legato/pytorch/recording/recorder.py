@@ -174,7 +174,7 @@ class Recorder:
                 self._problem = self._problem or error
 
     def _complete(self, i: int, parameter: torch.Tensor) -> None:
-        """Record that the gradient of parameter i is complete; the last op that wrote it has produced it."""
+        """Record that the gradient of parameter i is complete, and which op wrote it last."""
         gradient = parameter.grad
         with self._keeping_problems():
             writer = None if gradient is None else self._storages.writer(gradient)

@@ -15,18 +15,19 @@ Units: seconds and bytes.
 The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
 that only grows with j. For these i, the message waits for gradient j, and the largest i is best, since it leaves the
 fewest bytes to send. For all larger i, the message waits for the network, and the best i has the least f(i) - beta *
-bytes(0..i). The best i is the first of the larger i, because the value never falls: f(j) - beta * bytes(0..j) is alpha
-plus the least of terms that all grow with j, or alpha more than an earlier value.
+bytes(0..i). The best i is the smallest of these i, because f(j) - beta * bytes(0..j) never falls as j grows: it is
+alpha plus the least of the terms max(f(i), ready(j)) - beta * bytes(0..i). These terms grow with j, and the new term,
+for i = j - 1, is at least the value for j - 1.
 
 If several plans end at the same time, the plan with the fewest messages is taken.
 
-A cost with a floor (`LinearCost.floor_s`) splits the values of i at a place that only grows with j. From this place on,
-a message costs the floor, and the first i is best. Before this place, the choice of i is as for costs without a floor,
-except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a window that only
-moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated directly,
-which is as fast and finds plans with the least rounding errors. The result is then the best way to merge neighbours in
-ready order. This way does not move bytes into a message below the floor, although that message could carry them for
-free.
+A cost may have a floor (`LinearCost.floor_s`), the least time of a message. From some i on, which only grows with j, a
+message costs just the floor, and the first of these i is best. For smaller i, the choice is as for costs without a
+floor, except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a window that
+only moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated for
+every i, which is as fast and rounds less. With a floor, the result is only the best plan that merges neighbours in
+ready order: a plan that moves a part of a tensor into an earlier message may be faster, because a message below the
+floor carries more bytes for free.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def merge_neighbours(
 def earliest_finishes(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[list[float], list[int]]:
-    """Return the values f(0) to f(n), and the best i for each; a floor of the cost is ignored."""
+    """Return f(0) to f(n), and for each j the best i, where the last message begins; a floor of the cost is ignored."""
     upto = list(accumulate(nbytes, initial=0))
     sent = [cost.beta_s_per_byte * total for total in upto]  # time of bytes 0..j without alpha
     finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last message begins
@@ -132,7 +133,7 @@ def earliest_finishes(
 def _with_floor(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float
 ) -> tuple[list[float], list[int]]:
-    """Return what `earliest_finishes` returns, for a cost with a floor."""
+    """Return the same as `earliest_finishes`, but for a cost with a floor or with measured points."""
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     finish, count, split = np.zeros(len(upto)), np.zeros(len(upto), dtype=int), [0]
     first = 0
@@ -197,7 +198,7 @@ class _Window:
         self.end = 0
 
     def add(self, place: int, key: tuple[float, ...]) -> None:
-        """Add a key, and move the end of the window to just after the place of the key."""
+        """Add the key of this place, and let the window end after this place."""
         while self.kept and self.kept[-1][0] > key:
             self.kept.pop()
         self.kept.append((key, place))

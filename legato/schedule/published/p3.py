@@ -10,7 +10,8 @@ Deviations:
 - P3 keeps a priority queue at run time and talks to parameter servers. Here the plan is a fixed order of all-reduces:
   the order that such a queue would produce with the captured op times. Whenever the network is free, the network sends
   the ready slice that the forward pass reads first.
-- P3 partitions into slices of 50,000 parameters. The default here is 4 MiB, because every slice costs an alpha.
+- P3 partitions into slices of 50,000 parameters. The default here is 4 MiB, because every slice costs the startup time
+  alpha of a message.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ Deviations:
   order in which the captured forward pass first reads their parameters.
 - Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
   derivation, equation 2.
-- The paper calls its comparator transitive. The comparator is not transitive, because ties are not: with (M, P) of A
-  (1, 3), B (1, 1), C (3, 1), A comes before C, but B ties with both, so M+ may put C before B and B before A. TAC's
-  next transfer is therefore the transfer with the least M+ among those that no other transfer precedes by equation 2.
-  (Equation 2 alone has no cycle. Equation 2 can be refined to Johnson's order: first the transfers with M < P by rising
-  M, then all others by falling P.)
+- The paper calls its comparator transitive. The comparator is not transitive, because ties are not. For example, let A
+  have M = 1 and P = 3, B have M = 1 and P = 1, and C have M = 3 and P = 1. By equation 2, A comes before C, but B ties
+  with both, so M+ may put C before B and B before A. So TAC finds the transfers that equation 2 puts after no other
+  transfer, and sends the transfer of these with the least M+ next. (Equation 2 alone has no cycle. Equation 2 can be
+  refined to Johnson's order: first the transfers with M < P by rising M, then all others by falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
 [Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
@@ -41,9 +41,9 @@ sets of transfers, each with the total time of its ops. A chain of n layers has 
 a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
 [Note: counts] TIC needs only the number of transfers in each set. The set of transfers that ops need grows along the
-graph. So of all ops that need a transfer together with others, the earliest ops need the fewest transfers. If the sets
-are too large to store, a cover of the graph by chains counts the transfers (`reach.py`). If only one op reads a
-transfer's tensor, the transfer is counted at this op.
+graph. So if several ops need a transfer together with others, the earliest ops need the fewest transfers. If the sets
+are too large to store, the transfers are counted on a cover of the graph by chains of ops (`reach.py`). There, a
+transfer whose tensor only one op reads is a part of this op.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week has 6e17 picoseconds, and the limit is 9e18.)
@@ -259,7 +259,7 @@ class TransferProperties:
         self._credit(holders[self._count[holders] == 1])
 
     def _credit(self, sets: NDArray[np.intp]) -> None:
-        """Add the load of each set with one transfer to the transfer's P, since the set's ops wait for nothing else."""
+        """For each set that has only one transfer left, add the time of its ops to the transfer's P."""
         only = np.unpackbits(self._bits[sets], axis=1, bitorder="little").argmax(axis=1)
         np.add.at(self.load, only, self._load[sets])
 

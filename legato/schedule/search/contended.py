@@ -36,7 +36,7 @@ def contended_plan(problem: Problem, solve: Solve) -> Plan:
 
 
 def _slowed(problem: Problem) -> Workload:
-    """Return the workload with ops slowed by packing and by one message of all gradients."""
+    """Return the workload with ops slowed by packing and by the overhead of one message that has all gradients."""
     workload, contention = problem.workload, problem.cluster.contention
     assert contention is not None
     packed = [0] * len(workload.ops)

@@ -97,19 +97,20 @@ def layer(job: Job, mixture: bool) -> Passes:
 
 
 def _without_last(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
-    """Return the exchanges, with one less of the last kind."""
+    """Return the exchanges, but the last kind of exchange one time less."""
     return (*exchanges[:-1], exchanges[-1]._replace(times=exchanges[-1].times - 1))
 
 
 def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
-    """Return work with exchanges during these seconds of computing if they can be hidden, or else after it."""
+    """Return work in which exchanges overlap these seconds of computing if they can be hidden, or else follow it."""
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
 def _product_s(job: Job, m: float, k: float, n: float) -> float:
     """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
 
-    The time is the same in all passes, since `waves` is the mean over the result and the gradients of both matrices.
+    Each pass takes the same time, since `waves` is a mean: over the product itself and the products that give the
+    gradients of both matrices.
     """
     waves = 1.0
     if (units := job.machine.multiprocessors) and m * k * n:
@@ -154,10 +155,10 @@ def _products(job: Job, mixture: bool) -> list[float]:
 def _attention_s(job: Job) -> tuple[float, float]:
     """Return the seconds of the core of attention in the forward and in the backward pass.
 
-    To compute all scores takes 2 T s a (d_qk + d_v) FLOPs in the forward pass. If scores stay in the kernel, only the
-    causal half is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If scores
-    are stored, all are computed, the backward pass takes twice as long, and the memory traffic of T s a scores in
-    softmax, dropout and the products is added.
+    In the forward pass, attention with all scores takes 2 T s a (d_qk + d_v) FLOPs. If scores stay in the kernel, only
+    the causal half is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If
+    scores are stored, all scores are computed, and the backward pass takes twice as long as the forward pass. The
+    memory traffic of T s a scores in softmax, dropout and the products is added to both passes.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -184,9 +185,9 @@ def _inner(job: Job) -> float:
 def _grouped_s(job: Job) -> tuple[float, float, float]:
     """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
-    A time is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share). The bytes are
-    operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The computed times
-    differ from measured kernels on a B200 by 6% in the median.
+    The time of a product is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share).
+    The bytes are operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The
+    computed times differ from measured kernels on a B200 by 6% in the median.
     """
     model, machine = job.model, job.machine
     rows, inner = _rows(job), _inner(job)
@@ -219,7 +220,7 @@ def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
 
 
 class _Sends(NamedTuple):
-    """Exchanges of the forward pass, exchanges after the backward pass, and exchanges that it may hide."""
+    """Exchanges in the forward pass, after the backward pass, and during the backward pass, which may hide them."""
 
     forward: tuple[Exchange, ...] = ()
     backward: tuple[Exchange, ...] = ()
@@ -250,7 +251,7 @@ def _tensor(job: Job, nbytes: float) -> _Sends:
     With sequence parallelism, there is a gather before the first matrices, which are divided by columns, and a
     reduce-scatter after the last matrix, which is divided by rows. The backward pass does the reverse, and gathers the
     inputs again. (DTensor keeps the inputs, and gathers again only with selective recomputation.) Without sequence
-    parallelism, each pass has one all-reduce.
+    parallelism, the forward and the backward pass have one all-reduce each.
     """
     if not job.sequence_parallel:
         both = (Exchange("tensor", "all_reduce", ("tensor",), nbytes),)
@@ -277,7 +278,7 @@ def _context(job: Job) -> _Sends:
 
 
 def _expert(job: Job) -> _Sends:
-    """Return the exchanges of tokens to their experts and back, in both passes; each has T h x active experts elements.
+    """Return the exchanges of tokens to experts and back, in both passes, each with T h x (active experts) elements.
 
     If the framework sends only one copy of a token to each host, the k copies of a token cause n (1 - (1 - 1/n)^k)
     sends on average for n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).

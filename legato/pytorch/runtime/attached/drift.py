@@ -1,8 +1,9 @@
 """Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
 docs/runtime.md says when they compare, and what counts as a change. A message is complete only after the last rank has
-launched it, so it seems slow to ranks that launch it early. The shortest time that any rank measured therefore counts
-as the network's time. A change that two consecutive windows show becomes the new reference, so it is reported once.
+launched it, so ranks that launch it early measure too long a time. The shortest time that any rank measured therefore
+counts as the network's time. If two consecutive windows show a change, it is reported, and the new pace becomes the
+reference, so a change is reported only once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DriftMonitor:
         self._suspected = False
 
     def pass_ended(self, messages: Messages) -> str:
-        """Measure and compare; call this after each backward pass that sends.
+        """Measure the pace, and compare it when it is time to; call this after each backward pass that sends.
 
         Returns a description of what has become slower or faster, or an empty string.
         """
@@ -81,7 +82,7 @@ class DriftMonitor:
 
 
 def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
-    """Yield a description of each change: in the rank that changed most, and in the network."""
+    """Yield descriptions: how the computation of the rank that changed most changed, and how the network changed."""
     factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
     rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
     if _differs(factors[rank]):

@@ -1,4 +1,4 @@
-"""legato's forward passes: DDP's own forward pass runs, but DDP sends nothing, and legato watches readers."""
+"""legato's forward passes: DDP's own forward pass runs and sends nothing, and legato watches reads of parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["ForwardPasses", "Hook"]
 
 
 class ForwardPasses:
-    """Runs those forward passes of a DDP that are legato's.
+    """Runs the forward passes of a DDP whose gradients legato sends.
 
     `fingerprint` is the fingerprint of the DDP's module. `sender_of(parameter)` returns the object that sends a
     parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`,
@@ -119,7 +119,7 @@ class ForwardPasses:
 
     @not_compiled
     def _module_begins(self) -> None:
-        """Start watching, before the module's own part of the pass."""
+        """Start watching reads; DDP is about to call its module."""
         assert self._reducer is not None
         if self.in_graphs:
             self._scope.enter_context(on_compilation(self._reducer.settle))
@@ -128,14 +128,14 @@ class ForwardPasses:
 
     @not_compiled
     def _module_ends(self, completed: bool) -> None:
-        """Stop watching, after the module's own part of the pass has returned or raised an exception."""
+        """Stop watching reads; DDP's module has returned, or has raised an exception."""
         if completed:
             self._scope.close()
         else:
             self._scope.__exit__(*sys.exc_info())
 
     def _may_be_one_graph(self, compiled: str) -> bool:
-        """Return whether the forward pass would run only compiled code if it has no graph breaks."""
+        """Return whether the forward pass runs only compiled code, provided that the compiler breaks no graph."""
         inner = compiled_module(self._module)
         if compiled == "caller" or not (compiled or is_compiled(self._module)):
             return False

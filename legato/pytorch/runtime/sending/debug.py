@@ -2,9 +2,10 @@
 
 `order` checks what the proof in docs/runtime.md assumes. Before a message is launched, the ranks compare, through the
 process group's store, which message each of them is about to launch. If the messages differ, an error is raised and
-nothing is sent. With `order`, all ranks must run the same number of forward passes in training. `finite` reports, on
-all ranks and before anything is sent, a gradient that is not finite. With `reads`, a rank reports an operator that
-reads a parameter before its update, if no gate has seen this read (`waiting.readers`).
+nothing is sent. With `order`, all ranks must run the same number of forward passes in training, because ranks compare
+this number too. `finite` raises an error on all ranks, before anything is sent, if a gradient is not finite. `reads`
+raises an error on a rank if an operator reads a parameter before its update and legato did not notice that read in time
+(`waiting.readers`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Parameters that wait for their updates: where their gradients are, what updates them, and who reads them."""
+"""Parameters that wait for their updates: the buckets of their gradients, the recorded updates, and their readers."""

@@ -1,4 +1,4 @@
-"""Records a call of `optimizer.step()`, so that it can be applied later, to some parameters at a time."""
+"""Records a call of `optimizer.step()`, so that legato can later update a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Update", "reducers_of", "set_to_none", "users_class", "zeroing"]
 class Update:
     """A call of `optimizer.step()`, with the hyper-parameters and the autocast settings of that moment.
 
-    `base` is the user's own class of the optimizer. To apply the update, the `step` of `base` runs on a stand-in object
+    `base` is the user's own class of the optimizer. To apply the update, legato calls `base.step` on a stand-in object
     that shares the optimizer's state. `waiting` counts the parameters that wait for this update. `finished()` is called
     when no parameter waits any more.
     """
@@ -81,13 +81,13 @@ def users_class(optimizer: Any) -> type[Optimizer]:
 
 
 def reducers_of(optimizer: Any) -> list[Any]:
-    """Return the reducers of those models whose passes legato runs and whose parameters the optimizer updates."""
+    """Return the reducers of the models that the optimizer updates and whose passes legato runs."""
     attached = vars(optimizer).get("_legato_attachments", ())
     return [attachment.reducer for attachment in attached if attachment.reducer is not None]
 
 
 def zeroing(to_none: bool) -> Callable[[nn.Parameter], None]:
-    """Return the function that does to one parameter what `zero_grad(set_to_none)` does to all parameters."""
+    """Return the function by which `zero_grad(to_none)` clears the gradient of one parameter."""
     return set_to_none if to_none else _set_to_zero
 
 

@@ -1,4 +1,4 @@
-"""The bound "sharded", for workers that update only their shards. docs/bounds.md has the proofs ("Update", "Step")."""
+"""The bound "sharded", for workers that update only their shards: the proofs "Update" and "Step" of docs/bounds.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Sharded", "first_gather"]
 def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
     """Return the earliest time at which any of these tensors can be gathered, which is when the backward pass ends.
 
-    With `step_last`, the shortest update of any of these tensors is added.
+    With `step_last`, a gather also waits for the update of its tensors, so the shortest update of a tensor is added.
     """
     backward, ops, updates = problem.duration("backward"), problem.every.ops, Period.of(problem.every).updates
     if not problem.kind.step_last:
@@ -24,8 +24,7 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """A proof by the order of events: reduce-scatters, then the end of the backward pass or an update, then
-    all-gathers.
+    """A proof by the order of events: reduce-scatters, an update (or the backward pass's end), all-gathers.
 
     If `op` is given, it is the optimizer op that updates these tensors.
     """
@@ -35,7 +34,7 @@ class Sharded(Argument, frozen=True, tag="sharded"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Try each optimizer op that may prove more than `beat`, and sets of the tensors with the longest tails."""
+        """Yield proofs for optimizer ops whose bound may exceed `beat`, and for sets of tensors with long tails."""
         if not problem.sharded:
             return
         for op in problem.every.phase_ops("optimizer"):
@@ -50,10 +49,11 @@ class Sharded(Argument, frozen=True, tag="sharded"):
                 yield cls(tuple(sorted(by_tail[:count]))).proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """Return f(release times) + d + f(tails) for an op, where f is for halves.
+        """Return a lower bound, from f: the earliest end of the halves of these tensors.
 
-        Without an op, return the larger of b + d + f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min
-        q.
+        The bound is f(release times) + d + f(tails) for an op of d seconds. Without an op, it is the larger of b + d +
+        f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min q: b is the end of the backward pass, d the
+        shortest update if updates come last, B the bytes, and q the tails.
         """
         if not problem.sharded or (self.op is None and problem.compute != "one"):
             raise InputError("certificate: case 'sharded' (expected a shard, and one stream or an op)")

@@ -1,4 +1,4 @@
-"""The states of `two_sided.py`: how pairs of halves may be divided between both sides of a moment.
+"""The states of `two_sided.py`: how many halves of pairs of messages may be before and after a certain moment.
 
 Numba compiles this module. All times are whole numbers, and are rounded so that no possible state is left out.
 """
@@ -23,7 +23,7 @@ _HALVES = 64
 
 
 class State(NamedTuple):
-    """The facts about the pairs placed so far that matter for the bytes not placed yet."""
+    """Facts about the pairs that have been placed: all that limits how the other bytes may be placed."""
 
     pair_class: int  # class of the last pairs
     kinds: int  # where their halves are
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """The least release time, the least tail, and the work of a half of all bytes of each set, innermost set first."""
+    """By set, innermost first: the least release time, the least tail, and the time of one half with all bytes."""
 
     release: Ints
     tail: Ints
@@ -53,12 +53,12 @@ class Added(NamedTuple):
 
 
 def places(count: int) -> Places:
-    """Return the memory that `follow` needs for this number of sets: 13 MB for 96 sets."""
+    """Return the array that `follow` needs to search this number of sets (13 MB for 96 sets)."""
     return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
 
 
 def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
-    """Return whether a schedule may take this time with its moment in `begin` to `end`, and two facts about the search.
+    """Return whether a schedule of `seconds` may have its moment in `begin` to `end`, and two facts about the search.
 
     The two facts are whether the search gave up, and its number of states. The search gives up at about `limit` states,
     or if there are too many halves, and then says that a schedule may take this time. `place` comes from `places`.
@@ -73,7 +73,7 @@ def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit:
 
 @numba.njit(cache=True)
 def _most_before(kinds: int) -> int:
-    """Return how many halves of a byte can be before the moment."""
+    """Return how many of the two halves that send a byte can be before the moment."""
     return 2 if kinds & BEFORE else 1 if kinds & BOTH else 0
 
 
@@ -84,10 +84,10 @@ def _most_after(kinds: int) -> int:
 
 @numba.njit(cache=True)
 def _divided(more: int, left: int, share: int, own: int) -> int:
-    """Return the most work on one side of the moment for bytes with `more` work per half.
+    """Return the most time for which added bytes (of `more` time per half) can keep one side of the moment busy.
 
-    Earlier pairs take as many of these bytes as the room `left` allows, and new pairs take the rest. An earlier pair
-    has up to `share` halves of each byte on this side, and a new pair has up to `own`.
+    Earlier pairs take as many of these bytes as fit into the time `left` on this side, and new pairs take the rest. An
+    earlier pair has up to `share` halves of each byte on this side, and a new pair has up to `own`.
     """
     if share <= own:
         return own * more
@@ -111,7 +111,7 @@ def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
 
 @numba.njit(cache=True)
 def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
-    """Drop the states from `last` on that are needless because of states with fewer halves; return the new end."""
+    """Drop states from `last` on if a state with fewer halves allows as much; return the new end."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
     for s in range(last, made):
         pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
@@ -135,8 +135,8 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
 def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
     """Return the state after one more set, with new pairs of these kinds (or none).
 
-    The result is impossible if its `least` is above its `most`. `limits` has the time for the earlier pairs on each
-    side.
+    The result is impossible if its `least` is above its `most`. `limits` has the time that the earlier pairs may take
+    on each side.
     """
     pair_class, kinds, before, after, least, most = state
     if new:  # earlier pairs take as many of the added bytes as their limits allow
@@ -162,7 +162,7 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
 def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
     """Return whether there were too many states, the number of states of the last set, and the number of all states.
 
-    `room` is the most time before the moment and the most time after it.
+    `room` has the most time that a schedule has before the moment, and the most time that it has after the moment.
     """
     release, tail, work, half = sets
     states = np.empty((1024, 6), np.int64)

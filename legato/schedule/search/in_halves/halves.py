@@ -1,9 +1,9 @@
 """The best plan that sends all reduce-scatters before all all-gathers.
 
-The plan uses DeAR's idea, with the best sizes according to the cost model. `merge_optimal.py` merges the
-reduce-scatters by the times at which gradients are ready. `merge_optimal.py` also merges the all-gathers, backwards in
-time, by the times at which the forward pass reads them. Each result is the exact optimum for its end of the period
-(with messages of whole tensors), so the whole plan is optimal as well.
+The plan uses DeAR's idea, but chooses the sizes of messages that are best by the cost model. `merge_optimal.py` merges
+the reduce-scatters by the times at which gradients are ready. `merge_optimal.py` also merges the all-gathers, backwards
+in time, by the times at which the forward pass reads them. With messages of whole tensors, the reduce-scatters end as
+early as possible, and the all-gathers begin as late as possible, so the whole plan is optimal as well.
 """
 
 from __future__ import annotations

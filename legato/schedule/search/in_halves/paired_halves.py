@@ -1,4 +1,4 @@
-"""Plans that send all messages in two halves, each at its best time.
+"""Plans that send each message in two halves, and each half at the time that is best for the iteration.
 
 If the startup time of a message is a considerable part of the iteration, few messages are sent, and all computation
 waits for the last message. So each message is tried in two halves, a reduce-scatter during the backward pass and an

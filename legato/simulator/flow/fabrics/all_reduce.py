@@ -32,7 +32,7 @@ class AllReduce(Collective):
         return COLLECTIVES[self.algorithm].rounds(workers)
 
     def simulated(self, network: Network) -> int:
-        """Return 1 if all workers do the same in each round, and otherwise the number of workers."""
+        """Return how many workers are simulated: one if all workers send in every round, and otherwise all."""
         _, *halves = self.rounds(network.workers)
         alike = all(len(one.senders) == network.workers for half in halves for one in half)
         return 1 if alike else network.workers
@@ -63,7 +63,7 @@ class AllReduce(Collective):
 
 
 def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, parts: int, *, adds: bool) -> Ids:
-    """Add the transfers of a round, and return services that end when each worker has its parts after the round."""
+    """Add the transfers of a round, and return services that end when each worker has its bytes of the round."""
     everyone = len(one.senders) == topology.workers
     nbytes = fragments.nbytes * one.block / parts
     if everyone and len(one.shifts) > 1:
@@ -90,7 +90,7 @@ def _ends(topology: Topology, one: Round, shift: int) -> tuple[Hosts, Hosts]:
 
 
 class Group(NamedTuple):
-    """Groups of `members` workers, whose numbers are `stride` apart; `local` is as in `Topology.pass_around`."""
+    """Groups of `members` workers, numbered `stride` apart; `Topology.pass_around` explains `local`."""
 
     members: int
     stride: int = 1

@@ -1,12 +1,13 @@
 """Aggregation in commercial switches, without servers: NVIDIA's SHARP, which NCCL uses as CollNet.
 
-First, the workers of each host reduce-scatter on the links to the host's inner switch, as in `hierarchical`. Then the
-l-th workers of all hosts send their part l up a tree of switches. The switches add up the parts that arrive and send
-the sum back down, so the card of a worker carries its part once in each direction. A link between switches carries a
-part once in each direction, whatever the number of hosts. Switches forward bytes as they arrive. At the end, the
-workers of each host all-gather inside the host. There are three differences from the parameter server of the Network
-Operator Edition with `multicast+aggregation`: each host adds up gradients before it sends, messages (DDP's buckets)
-follow each other, and nothing waits for all gradients of an iteration.
+First, the workers of each host reduce-scatter on the links to the host's inner switch, as in `hierarchical`. After
+this, worker l of each host has the sum of part l in its host. The workers l of all hosts send these sums up a tree of
+switches. The switches add up the parts that arrive and send the sum back down, so the card of a worker carries its part
+once in each direction. A link between switches carries a part once in each direction, whatever the number of hosts.
+Switches forward bytes as they arrive. At the end, the workers of each host all-gather inside the host. There are three
+differences from the parameter server of the Network Operator Edition with `multicast+aggregation`: each host adds up
+gradients before it sends, messages (DDP's buckets) follow each other, and nothing waits for all gradients of an
+iteration.
 """
 
 from __future__ import annotations

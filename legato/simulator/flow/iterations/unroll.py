@@ -4,9 +4,9 @@ On parameter servers, an iteration runs from barrier to barrier (distribution, f
 workers that receive their parameters late start the backward pass late. On collectives, an iteration is the period of
 `legato.simulator.period`: backward, all-reduce, next forward.
 
-A worker launches its messages in the plan's order: each message once the previous message has been launched and the
-tensors of this message are ready. Servers do not follow the plan's order: they send each sum when it is complete, or,
-with a barrier, all sums when all are complete.
+A worker launches its messages in the plan's order. It launches a message as soon as the previous message has been
+launched and the gradients of this message are ready. Servers do not follow the plan's order: they send each sum when it
+is complete, or, with a barrier, all sums when all are complete.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Iteration:
     """The ids of the services of an iteration.
 
     Services in `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a
-    worker launches a message. Services in `summed` [reducing fragment, ...] end when a sum is complete, in `released`
-    [distributing fragment, ...] when the sum may be distributed, and in `received` [distributing fragment, rank] when
-    the sum has arrived.
+    worker launches a message. Services in `summed` [reducing fragment, ...] end when a sum is complete. Services in
+    `released` [distributing fragment, ...] end when a sum may be distributed. Services in `received` [distributing
+    fragment, rank] end when a sum has arrived at a worker.
     """
 
     forward: Ids
@@ -84,7 +84,7 @@ class Unrolled:
         self._begin: Ids = np.empty(0, np.int32)
 
     def build(self, begin: Ids | None = None) -> Unrolled:
-        """Add all iterations to the graph, and return self. Iteration k waits for service `begin[k]`, if it exists."""
+        """Add all iterations to the graph, and return self. Iteration k waits for `begin[k]` if this service exists."""
         if begin is not None:
             self._begin = begin
         if self.fabric.servers:
@@ -206,7 +206,7 @@ class Unrolled:
     def _launch_distributing(self, complete: Ids, launched: Ids) -> Ids:
         """Return services that end when fragments may be distributed, as [distributing fragment, rank].
 
-        Fragments of all_gather and pull messages also wait for their launch.
+        Fragments of all_gather and pull messages also wait until a worker launches their message.
         """
         separate = [i for i, m in enumerate(self.distributing.message) if self.plan.messages[m].kind != "all_reduce"]
         if not separate:
@@ -237,5 +237,5 @@ class Unrolled:
         return self.fabric.distribute(self._tagged(k, self.distributing), self.distributing, released)
 
     def _tagged(self, k: int, fragments: Fragments) -> Topology:
-        """Return the topology for iteration k, whose fragments have the tag iteration * messages + message."""
+        """Return the topology with tags for iteration k: a fragment's tag is k * (number of messages) + its message."""
         return self.topology.tagged(k * len(self.plan.messages) + fragments.message)

@@ -1,11 +1,11 @@
-"""One worker that represents all workers: it receives the bytes that it sends, as if from its other neighbour.
+"""One worker that represents all workers: the bytes that it sends also arrive at it, in place of a neighbour's bytes.
 
 If all workers behave alike, another worker sends the same transfer at the same time. So a transfer of a worker occupies
 the worker's outgoing link and also its incoming link ([Note: symmetry] in `topology.py`). The incoming link receives
 exactly what the outgoing link has sent, in the same order. So, in this simulation, a transfer is only one service,
-called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip with a count. The
-graph has the same size for any number of workers. The engine adds the same times in the same order as for all
-transfers, so times are equal to the last bit.
+called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip that counts n-1
+times. The graph has the same size for any number of workers. The engine adds the same times in the same order as for
+all transfers, so times are equal to the last bit.
 
 Exceptions are transfers that are so short that adding their duration to a time does not change it (in 64 bits). Links
 may serve these very short transfers in another order.
@@ -110,7 +110,7 @@ class Alone(Topology):
         return self.graph.num_services + trips
 
     def trips(self) -> Trips:
-        """Return the trips in the engine's form."""
+        """Return the trips as the arrays that the engine takes."""
         laps, sent, received = np.ones((3, self.graph.num_services), np.int64)
         for trips, *numbers in self._numbers:
             laps[trips], sent[trips], received[trips] = numbers

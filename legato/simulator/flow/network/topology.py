@@ -7,15 +7,16 @@ arrays, since a fabric describes a step of all messages and all workers at once.
 
 [Note: routes] All three ways to send follow routes. A route is a list of links from one host to another: out of the
 sender's card, between switches (`switches.py`), and into the receiver's card. If sender and receiver are workers on one
-host, the route goes through the host's inner switch. The routes of a multicast form a tree, since its flow has one path
-up and there is only one way down. The routes of an aggregation also form a tree. A link of a tree is one service,
-whatever the number of routes that cross the link.
+host, the route goes through the host's inner switch. The routes of a multicast form a tree, since all its routes go up
+to the spines on the same path, and only one way leads down to each host. The routes of an aggregation also form a tree.
+A link of a tree is one service, whatever the number of routes that cross the link.
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
-the same ring), all workers behave alike. If they do, only the first `size` workers are simulated, and the host
-`worker(w)` is w modulo `size`. If only one worker is simulated, a transfer to its neighbour becomes a transfer to the
-worker itself, as if it came from the neighbour on the other side. Links break ties by message, not by worker. So the
-order of transfers on every link, and all times, are the same as in the full simulation.
+the same ring), all workers behave alike. If they do, only the first `size` workers are simulated, and worker w is
+represented by host `worker(w)`, the number w modulo `size`. If only one worker is simulated, a transfer to its
+neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side. Links break ties
+by message, not by worker. So the order of transfers on every link, and all times, are the same as in the full
+simulation.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ONE_WORKER = HostShape()
 
 
 class Routes(NamedTuple):
-    """Routes: arrays of first links, of last links, and of links between [..., hop]. NO_LINK fills shorter routes."""
+    """Arrays of the first, the middle [..., hop] and the last links of routes. Short routes are filled with NO_LINK."""
 
     first: Hosts
     between: Hosts
@@ -124,14 +125,14 @@ class Topology:
         return np.stack([self._local_out_link(worker), self._local_in_link(worker)], axis=-1)
 
     def route(self, source: ArrayLike, target: ArrayLike) -> Hosts:
-        """Return the links from hosts to hosts in order, as [..., hop]; NO_LINK fills shorter routes."""
+        """Return the links of the routes in order, as [..., hop]. Short routes are filled with NO_LINK."""
         source, target = np.broadcast_arrays(source, target)
         first, between, last = self._routes(source, target, (source, target))
         between = np.broadcast_to(between, (*source.shape, between.shape[-1]))
         return np.concatenate([first[..., None], between, last[..., None]], axis=-1)
 
     def links_of(self, kind: str, number: int) -> list[int]:
-        """Return the links, in both directions, of a worker ("link"), a server, a leaf ("uplink"), or a spine.
+        """Return the links of a component, in both directions: a worker ("link"), server, leaf ("uplink") or spine.
 
         The links of a leaf are its links to spines. Links are numbered as if all workers of the network were simulated.
         """
@@ -193,10 +194,10 @@ class Topology:
         """Send in rounds: in each round, every rank forwards the bytes that it received in the round before.
 
         Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to host `target[r]` and receives from
-        rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes, so it forwards nothing
-        before `begin[:, r]` has ended. `local` says whether all transfers stay inside hosts. If `local` is None, it
-        follows from the numbers of hosts, which must then not represent other hosts. Returns services that end when the
-        rank has received the bytes of the step, as [fragment, step, rank].
+        rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes before it forwards them, so
+        each of its steps waits for `begin[:, r]`. `local` says whether all transfers stay inside hosts. If `local` is
+        None, this is derived from the numbers of hosts, so all workers must then be simulated. Returns services
+        [fragment, step, rank] that end when the rank has received the bytes of the step.
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -224,8 +225,9 @@ class Topology:
         """Send `nbytes` from every rank to others, and return services that end when a rank has received all bytes.
 
         Rank r starts when `begin[:, r]` has ended. Rank r sends first to rank r + `shifts[0]`, then to rank r +
-        `shifts[1]`, and so on, so no worker receives from two ranks at once. With `multicast`, each rank sends once for
-        all. With `adds`, each rank adds up the received bytes at the end. The services do not end before `begin`.
+        `shifts[1]`, and so on. Since all ranks do so, no worker receives from two ranks at once. With `multicast`, each
+        rank sends its bytes once, and all others receive them. With `adds`, each rank adds up the received bytes at the
+        end. No service ends before `begin[:, r]` has ended.
         """
         ranks, steps = self.ranks[:, None], np.asarray(shifts)
         targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
@@ -277,7 +279,7 @@ class Topology:
         return Routes(first, between, last)
 
     def _on_leaf(self, worker: Hosts, leaf: Hosts) -> Hosts:
-        """Return the worker on the same host whose card is on this leaf (on rails). For servers, return any host."""
+        """Return the worker on the same host whose card is on this leaf (of rails). For servers, return any host."""
         gpus, gpus_per_card = self.shape
         found: Hosts = worker // gpus * gpus + leaf * gpus_per_card + worker % gpus_per_card
         return np.minimum(found, self._hosts - 1)
@@ -320,7 +322,8 @@ class Topology:
     ) -> tuple[Ids, Ids]:
         """Add the services of trees, one for each link that a message crosses, and return the first and last services.
 
-        `nbytes` and `key` belong to the messages, and routes [message, ..., route] connect their hosts.
+        `nbytes` and `key` have one value for each message, and `routes` [message, ..., route] the routes of the
+        messages.
         """
         if self._star:
             tag = self._tags((*nbytes.shape, 1))
@@ -385,8 +388,8 @@ class Topology:
     ) -> Ids:
         """Send from the hosts along the last axis of `sources` to one host. Switches add up the bytes on the way.
 
-        Source i waits for `after[..., i]`. A switch waits for the whole message of its last source, or, with
-        `cut_through`, only for the first byte. Workers that share a card add up their bytes before they send.
+        Source i waits for `after[..., i]`. A switch waits until the last of its sources has sent the whole message, or,
+        with `cut_through`, the first byte. Workers that share a card add up their bytes before they send.
         """
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         self.graph.check_room(after.size)
@@ -399,9 +402,9 @@ class Topology:
     def add_up(self, workers: Hosts, nbytes: NDArray[np.float64], after: Ids, *, key: NDArray[np.int64]) -> Ids:
         """Let switches add up the messages of workers on several hosts, and return services that end on arrival.
 
-        Switches send the sum back to all these workers, as it arrives. Message [fragment, m] comes from the workers [m,
-        host], which have their own cards. Worker i waits for `after[..., i]`. Each link carries a message once in each
-        direction. The returned services end when each worker has the sum.
+        Switches send the sum back to all these workers, as it arrives. Message [fragment, m] comes from the workers
+        `workers[m]`, one on each host, which do not share cards. Worker i waits for `after[..., i]`. Each link carries
+        a message once in each direction. The returned services end when each worker has the sum.
         """
         self.graph.check_room(2 * after.size)
         tree, hosts = np.arange(len(workers)), self.numbers[workers]
@@ -422,7 +425,7 @@ class Topology:
         return last
 
     def _merged(self, link: Hosts, nbytes: NDArray[np.float64], key: NDArray[np.int64]) -> Ids:
-        """Return one service for all hosts whose message [fragment, m] takes the same link, as [fragment, m, host].
+        """Return services [fragment, m, host], one for all hosts whose message [fragment, m] takes the same link.
 
         For NO_LINK, the service is -1.
         """
