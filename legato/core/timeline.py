@@ -177,8 +177,8 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Return (row, span) in order of start, with no overlap within a row and as few rows as possible.
 
-    Each span gets the lowest free row. Since spans are placed in order of start, there are only as many rows as there
-    are spans at some moment. Times that round to the same nanosecond count as equal.
+    Each span gets the lowest free row. Since spans are placed in order of start, there are only as many rows as spans
+    at the busiest moment. Times that round to the same nanosecond count as equal.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []

@@ -320,7 +320,7 @@ def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
 
 
 def _without_unit(texts: list[str]) -> tuple[list[str], str]:
-    """Return the numbers and their common unit, if any, because labels with units overlap in narrow panels."""
+    """Return the texts without their common unit, and this unit, if any: long labels overlap in narrow panels."""
     units = {text.partition(" ")[2] for text in texts}
     return ([text.partition(" ")[0] for text in texts], units.pop()) if len(units) == 1 else (texts, "")
 

@@ -121,7 +121,7 @@ class Unrolled:
 
     @property
     def disturbed(self) -> dict[int, Profile]:
-        """Return the profiles of the ranks whose computation is disturbed."""
+        """Return, for each rank whose computation is disturbed, how much longer it takes over time."""
         compute, numbers = self.profiles.compute, self.topology.numbers.tolist()
         return {rank: compute[number] for rank, number in enumerate(numbers) if number in compute}
 

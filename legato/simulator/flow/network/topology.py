@@ -1,7 +1,7 @@
 """The network as a fabric sees it: hosts, their links, and three ways to send between hosts.
 
 `send` sends from one host to one host. `multicast` sends from one host to many, and each link carries the bytes once.
-`aggregate` sends from many hosts to one; switches add up, so each link carries the bytes once. The arguments are
+`aggregate` sends from many hosts to one; switches add up the bytes, so each link carries only sums. The arguments are
 arrays, since a fabric describes a step of all messages and all workers at once. Hosts are numbers: `worker(w)` and
 `server(s)`.
 
