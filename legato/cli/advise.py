@@ -39,7 +39,7 @@ def advise(
             metavar="TRACES...",
             help="Traces of torch.profiler, one per rank of a job, or a folder of traces. They may be compressed (.gz) "
             "and accompanied by execution traces. A second trace of the same rank, or a trace with a different number "
-            "of ranks, shows the same job after a change.",
+            "of ranks, is assumed to show the same job after a change.",
         ),
     ],
     network: _Network,

@@ -35,7 +35,9 @@ def watch(  # noqa: PLR0913
     stop: Annotated[bool, typer.Option("--stop", help="End the script once the verdict is printed.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Keep the traces and a report in this folder of rank 0."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Keep the traces and reports in this folder, on rank 0's host."
+        ),
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the last verdict as JSON on standard output when the script ends.")

@@ -66,7 +66,7 @@ def run(
 def run_servers(
     model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
 ) -> ServerResult:
-    """Train one model on parameter servers with every order of pulls in turn; arguments and errors are as in `run`."""
+    """Train one model on this many parameter servers with every order of pulls in turn. See `run` for the rest."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -50,10 +50,9 @@ MOST_BUCKET_BYTES = 2**30
 class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    `bound` holds for all plans of the same `kind`. Plans of one kind agree in four things: whether ops keep the
-    captured order, whether all-reduces may be sent in halves, what is sharded, and whether messages may be in a wire
-    format. `runnable` says whether the PyTorch runtime can execute the plan as predicted (`is_runnable`). It is always
-    true for legato's schedulers for parameter servers.
+    `bound` holds for all plans of the same `kind`. Plans of one kind agree in the fields of `PlanKind`, such as whether
+    ops keep the captured order, and what is sharded. `runnable` says whether the PyTorch runtime can execute the plan
+    as predicted (`is_runnable`). It is always true for legato's schedulers for parameter servers.
     """
 
     plan: Plan

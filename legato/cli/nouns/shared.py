@@ -51,7 +51,7 @@ BY_INTENSITY = "intensity"
 
 @dataclass(frozen=True)
 class Hosts:
-    """The option that places jobs that share a network on hosts."""
+    """The option that says on which hosts the jobs run that share a network."""
 
     PANEL: ClassVar = "Jobs that share a network (--share)"
 

@@ -104,7 +104,7 @@ class _Run:
         self.steps = [self._steps(*job) for job in zip(jobs, counts, shift_s, strict=True)]
 
     def _steps(self, lanes: range, count: int, shift_s: float) -> list[tuple[int, dict[int, _Walk]]]:
-        """Add the steps of a job; return for each step the service before it, and the services of its workers."""
+        """Add the steps of a job; return, for each step, the service before the step and its workers' services."""
         standing = self.quotient.standing["worker"].tolist()
         workers = [worker for worker in standing if int(self.quotient.lane_of[worker]) in lanes]
         begun, result = self._add((), shift_s), []

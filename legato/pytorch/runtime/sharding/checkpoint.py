@@ -2,8 +2,8 @@
 
 [Note: boxes] `torch.distributed.checkpoint` describes a rank's part of a tensor by boxes: offsets and sizes in each
 dimension. A shard is a range of a parameter's elements in the order of its memory, row by row of its (permuted)
-dimensions. A shard has at most 2 * dimensions - 1 boxes: the rest of the first row, whole rows, and the beginning of
-the last row; both partial rows are divided into boxes in the same way. Each box is a view of the shard. An entry is
+dimensions. A shard of d dimensions has at most 2 d - 1 boxes: one of whole rows, and at most d - 1 for each of the
+partial rows at its beginning and end, which are divided in the same way. Each box is a view of the shard. An entry is
 saved under the name that torch's `get_optimizer_state_dict` gives it, with the parameter's shape. So a checkpoint does
 not depend on the plan: any number of ranks, other plans and optimizers that are not sharded can load it, and a sharded
 optimizer can load their checkpoints.

@@ -198,7 +198,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or on a number that does not exist: `there` counts each kind."""
+    """Raise `InputError` on too many disturbances, or if one is of a link, worker or switch beyond those `there`."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:
