@@ -133,7 +133,10 @@ def rows() -> Iterator[str]:
             f"{step.published_s:.2f} | {ours_s:.2f} | {ratios[-1]:.2f} | {step.source} |"
         )
     least, middle, most = min(ratios), statistics.median(ratios), max(ratios)
-    yield f"The ratios of our times to the published times range from {least:.2f} to {most:.2f}, and their median is {middle:.2f}."
+    yield (
+        f"The ratios of our times to the published times range from {least:.2f} to {most:.2f}, and their median is "
+        f"{middle:.2f}."
+    )
 
 
 if __name__ == "__main__":
