@@ -1,8 +1,8 @@
 """`legato.distribute`: train by a given plan, or make the plan from the first steps of training.
 
 docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. Making a plan neither loses a training
-step nor repeats one. If no plan can be made (for example, because no two steps agree), DDP sends the gradients on all
-ranks, and rank 0 prints the reason.
+step nor repeats one. If no plan can be made (for example, because no two observed steps ran the same ops), DDP sends
+the gradients on all ranks, and rank 0 prints the reason.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def distribute(  # noqa: PLR0913
         error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
-            With `replan` None, rank 0 only logs the change.
-        current: names of parameters, or patterns as in a shell. The named parameters are up to date when `step()`
-            returns, for code that reads parameters where legato cannot see it.
+            If `replan` is None, rank 0 only logs that computation or communication has changed.
+        current: names of parameters that your code reads where legato cannot see the read (patterns as in a shell are
+            allowed). These parameters are up to date when `step()` returns.
         debug: names of checks during training, separated by commas (`order`, `finite`, `reads`), or True for `order`.
             If `debug` is None, the value of `$LEGATO_DEBUG` is used. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages after a failure. If `flight_dir` is None,
@@ -217,7 +217,7 @@ def _buckets(parameters: dict[str, torch.nn.Parameter]) -> Plan:
 
 
 def _observe(attached: Attachment, shard: Shard, wire: Rounding) -> None:
-    """Observe steps from now on; then plan, and let the best plans take turns."""
+    """Observe the next steps; then make plans, and let training try the best plans in turn."""
     steps = WARMUP_STEPS + OBSERVED_STEPS
     attached.say(f"{steps} steps are observed; then the network is measured, and plans are made and tried")
     attached.observe(steps, partial(_decide, attached, shard, wire))
@@ -271,7 +271,7 @@ def _said(error: Exception) -> str:
 def _planned(contest: Contest) -> list[Plan]:
     """Make the plans that will compete in training, in a separate process, and return them.
 
-    So the training process imports no compiler, and planning works even if the script has changed parts of Python.
+    The process keeps the compiler (numba) out of training, and plans even if the script has changed parts of Python.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -290,10 +290,10 @@ def _planned(contest: Contest) -> list[Plan]:
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return a function that computes products with the model's weights, as the model does, but without inputs.
+    """Return a function that loads the device as the model does: it multiplies weights by matrices of ones.
 
-    Returns None if no weight is a matrix. The weights used have at most `_MOST_WEIGHTS` elements in all, unless the
-    first weight has more.
+    Returns None if no weight is a matrix. The function uses the first matrix, and other weights if all have at most
+    `_MOST_WEIGHTS` elements in total.
     """
     matrices: list[torch.Tensor] = []
     for weight in weights:
@@ -309,9 +309,9 @@ def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
 
 
 def _undisturbed(workload: Workload, plan: Plan, cluster: Cluster) -> Workload:
-    """Return the workload without the time that packing and messages took from the observed backward passes.
+    """Return the workload as if packing and messages had not slowed down the observed backward passes.
 
-    The last message takes no time from the backward pass, since it is sent when the pass ends.
+    The last message does not slow the backward pass down, since it is sent when the pass ends.
     """
     contention = cluster.contention
     backward_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))

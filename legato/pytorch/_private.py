@@ -174,7 +174,7 @@ def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[Non
 
 
 class _Active(NamedTuple):
-    """A stand-in that dynamo finds in place of the DDP whose forward pass runs."""
+    """A stand-in for the DDP whose forward pass runs, so that dynamo calls `compile_graph` for the graphs."""
 
     compile_graph: Callable[[Any, Any, Any], Any]
     bucket_bytes_cap: int = 2**62
@@ -183,7 +183,7 @@ class _Active(NamedTuple):
 def compiles_two_ways(
     ddp: nn.Module, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]
 ) -> Callable[[], None]:
-    """From now on, compile each graph of the DDP's forward passes in two ways; `ours()` chooses one whenever it runs.
+    """From now on, compile each graph of the DDP's forward passes in two ways; `ours()` chooses one for each run.
 
     If `ours()` returns True, the result of `compile_graph(backend, graph, inputs)` runs, otherwise the result of
     `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
@@ -199,7 +199,7 @@ def compiles_two_ways(
 
 
 class _SecondWay:
-    """A second way to compile the graphs of a DDP's forward passes, used while something refers to its method `end`."""
+    """A second way to compile the graphs of a DDP's forward passes. It ends when nothing refers to its `end`."""
 
     def __init__(self, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]) -> None:
         self.compile_graph, self.ours = compile_graph, ours
@@ -244,8 +244,8 @@ class _TwoWays:
     """A graph compiled in DDP's own way (`compile_graph`), and in the second way of each DDP that runs the graph.
 
     dynamo shares a graph between modules of one class. While dynamo compiles, the graph is compiled in the way that the
-    first pass needs. In each other way, it is compiled when a pass first needs this way, or at once if it cannot be
-    compiled later.
+    first pass needs. For each other way, the graph is compiled when a pass first needs this way, or at once if a later
+    compilation is impossible.
     """
 
     def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
@@ -305,7 +305,7 @@ class _TwoWays:
 
 
 class _Again:
-    """A graph that dynamo is compiling, kept so that it can be compiled once more, now or `later`.
+    """A graph that dynamo is compiling, kept for another compilation at once or, if `later` is true, at any later time.
 
     The graph can be compiled `later` if its compilation adds no guards (dynamo's checks before compiled code may run).
     Sizes that vary, and memory that inputs share, need guards.
@@ -398,7 +398,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def is_whole_frame(graph: Any, function: Any) -> bool:
-    """Return whether dynamo has traced a whole call of `function` (a bound method) into this graph."""
+    """Return whether this one graph has all operations of a call of `function` (a bound method)."""
     code, reason = getattr(function, "__code__", None), getattr(graph, "compile_subgraph_reason", None)
     if code is None or reason is None or reason.graph_break or not reason.user_stack:
         return False
@@ -418,7 +418,7 @@ def is_left_to_eager_mode(function: Any) -> bool:
 
 
 def backend_name(backend: Any) -> str:
-    """Return the name of a backend of `torch.compile`, which dynamo may have wrapped."""
+    """Return the name of a backend of `torch.compile`, even if dynamo has wrapped the backend."""
     from torch._dynamo.eval_frame import innermost_backend
 
     innermost = innermost_backend(backend)
@@ -518,7 +518,7 @@ def without_dispatch_modes() -> Any:
 
 
 def scripted_as(function: Any, like: Any) -> None:
-    """Let `torch.jit.script` compile calls of `function` as calls of `like`. `function` must never be deleted."""
+    """Make `torch.jit.script` replace `function` by `like` in calls. `function` must never be deleted."""
     table: Any = torch.jit._builtins
     operator = table._find_builtin(like)
     if operator is not None:
@@ -653,7 +653,7 @@ def memory_uses(tensor: Tensor) -> int:
 
 
 def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
-    """Return (owners, users, shared, owned), from which the caller can see who else holds a tensor or its memory.
+    """Return (owners, users, shared, owned): counts and facts that tell who else holds a tensor or its memory.
 
     `owners` counts the owners of the C++ object: the Python object, autograd, scripted modules, and views of the
     tensor. `users` counts the users of its memory, `shared` says whether other processes may use the memory, and
@@ -748,7 +748,7 @@ def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]
 
 
 class SubstituteScaler(torch.amp.GradScaler):
-    """A `GradScaler` that unscales the gradients of `substitutes(optimizer)` instead of the optimizer's own."""
+    """A `GradScaler` that unscales the gradients of `substitutes(optimizer)`, not of the optimizer itself."""
 
     def substitutes(self, optimizer: Optimizer) -> Any:
         """Return the object whose `param_groups` have the gradients to unscale."""
@@ -779,10 +779,10 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
-    """Let the `step` that a learning-rate scheduler has set on the optimizer call the `step` of class `new` instead.
+    """Make the `step` that a learning-rate scheduler has set on the optimizer call the `step` of the class `new`.
 
-    A scheduler sets a method `step` on the optimizer, to count its calls. Without a scheduler's method, nothing
-    changes.
+    A scheduler sets a method `step` on the optimizer, to count its calls. If no scheduler has set such a method,
+    nothing changes.
     """
     bound = vars(optimizer).get("step")
     if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
@@ -846,9 +846,9 @@ class IdleReducer:
     """Frees the reducer of a DDP, with its buckets and hooks, while legato runs the passes, and recreates it later.
 
     While the reducer is away, a stand-in takes its place. If anything except a forward pass reads an attribute of the
-    reducer or of the DDP's logger, the stand-in calls `asked(name)`, and then brings the reducer back. If a framework
-    prepares the reducer for a backward pass, the stand-in only calls `prepare()`. The reducer's buckets are made inside
-    the context `moving()`.
+    reducer or of the DDP's logger, the stand-in calls `asked` with the attribute's name, and then recreates the
+    reducer. If a framework prepares the reducer for a backward pass, the stand-in only calls `prepare()`. The context
+    `moving()` is active while the reducer's buckets are made.
     """
 
     def __init__(
@@ -870,11 +870,11 @@ class IdleReducer:
 
     @property
     def rebuilds(self) -> bool:
-        """Return whether a reducer that has come back may still rebuild its buckets."""
+        """Return whether the reducer has come back, and its buckets may still be rebuilt."""
         return self._unsettled > 0
 
     def succeed(self, former: IdleReducer) -> None:
-        """Take over from `former`, which has brought the reducer back, whether it may still rebuild its buckets."""
+        """Copy from `former`, which brought the reducer back, whether its buckets may still be rebuilt."""
         if former._ddp is self._ddp:
             self._unsettled = former._unsettled
 
@@ -904,7 +904,7 @@ class IdleReducer:
     def forward_begins(self) -> None:
         """Make a new reducer's graph static if DDP's graph is static. Call this before DDP prepares the reducer.
 
-        If the graph became static earlier, backward passes under `no_sync()` would count as parts of the first pass.
+        Before this moment, DDP would take backward passes under `no_sync()` for parts of a static graph's first pass.
         """
         if self._becomes_static:
             self._becomes_static = self._ddp.static_graph = False  # otherwise `_set_static_graph` would do nothing
@@ -949,7 +949,7 @@ class _Away:
         return getattr(self._real(), name)
 
     def _rebuild_buckets(self) -> bool:
-        """Tell a forward pass that the buckets have not changed."""
+        """Return False, so that DDP's forward pass takes the buckets as unchanged."""
         return False
 
     def prepare_for_backward(self, _: Any) -> None:
@@ -989,7 +989,7 @@ class SilentForward:
         vars(self._ddp)["_run_ddp_forward"] = self._run
 
     def end(self) -> bool:
-        """Return whether DDP's settings say that the backward pass is to send gradients."""
+        """Return whether the backward pass should send gradients according to DDP's settings."""
         del vars(self._ddp)["_run_ddp_forward"]
         self._ddp.require_backward_grad_sync = self._sends
         if self._completed:

@@ -5,10 +5,10 @@ flight. Calibration measures messages as training sends them: it launches severa
 runtime's own channel, and divides their total time by their number.
 
 [Note: what a floor hides] If a cost has a floor, the transfer of a large message hides the work that the hosts do for
-it, and a line fitted to large messages has an alpha of 0: to partition a large message would seem free. In fact, each
-part of a partitioned message costs time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, plans with 92 and 98
-messages took 70 ms longer than predicted with an alpha of 0. This delay is an eighth of the floor (5.8 ms) for each
-message. So alpha is at least an eighth of the floor.
+it. Then a line fitted to large messages has an alpha of 0, as if it cost nothing to partition a large message. In fact,
+each part of a partitioned message costs time. In rehearsals of ResNet-50 on four hosts at 1 Gbit, a plan with 92
+messages and a plan with 98 took 70 ms longer than predicted with an alpha of 0. So each message took longer by an
+eighth of the floor (5.8 ms). Therefore, alpha is at least an eighth of the floor.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _UNHIDDEN = 1 / 8
 
 
 def sizes_up_to(nbytes: int) -> tuple[int, ...]:
-    """Return the default sizes up to `nbytes`, but at least those up to 1 MiB."""
+    """Return the default sizes of messages up to `nbytes`, and in any case the default sizes up to 1 MiB."""
     return tuple(size for size in SIZES if size <= max(nbytes, 2**20))
 
 
 class Sample(msgspec.Struct, frozen=True):
     """The measured cost of one message.
 
-    A message of `nbytes` took `seconds` (median) with a collective in `depth` chunks; the fit gives `fitted_s`.
+    A message of `nbytes`, sent in `depth` chunks, took `seconds` (the median); the fitted cost is `fitted_s`.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""Finds the module of an op: directly in the forward pass, and by autograd's node numbers in the backward pass."""
+"""Finds the module of an op: by the running call in the forward pass, by autograd's numbers in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModulePaths:
         self._paths: list[str] = []
 
     def follow(self, stack: ExitStack) -> None:
-        """Follow calls until `stack` is closed."""
+        """Follow the calls of modules until the stack `stack` is closed."""
         for handle in (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),

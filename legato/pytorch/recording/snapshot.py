@@ -26,8 +26,8 @@ class Snapshot:
     Everything is restored after errors, too. The context saves parameters, buffers, gradients (inside the context, all
     gradients are None), `requires_grad`, the plain attributes of every module (such as `training`) and of the
     optimizer, the optimizer's state and parameter groups, and the generators of Python, NumPy (if it is imported), the
-    CPU and every accelerator. Tensors and dictionaries keep their identity. The snapshot needs as much memory as a copy
-    of the model and of the optimizer's state.
+    CPU and every accelerator. Restored tensors and dictionaries are the same objects as before. The snapshot needs as
+    much memory as a copy of the model and of the optimizer's state.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -31,11 +31,11 @@ __all__ = ["Reducer"]
 class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
-    A backward pass sends gradients if the reducer is `armed` when the pass begins; `ended()` is called after it. As in
-    DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded plan, each
-    rank runs a part of each step of the `optimizers`. With `error_feedback`, the errors of rounding to a wire format
-    are kept, and added to the gradients of the next step (Seide et al., Interspeech 2014). Raises `PlanError` if the
-    plan is for another model (`buckets.check_plan`).
+    If the reducer is `armed` when a backward pass begins, the pass sends gradients, and `ended()` is called after the
+    pass. As in DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded
+    plan, each rank runs a part of each step of the `optimizers`. With `error_feedback`, the errors of rounding to a
+    wire format are kept, and added to the gradients of the next step (Seide et al., Interspeech 2014). Raises
+    `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Reducer:
         self._mark_sent(slot)
 
     def mark_ready(self, slot: Slot) -> None:
-        """Record that a gradient arrived or is absent; pack gradients once enough wait, and launch complete buckets."""
+        """Record that a gradient arrived or is absent; pack gradients if there are enough; launch complete buckets."""
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:

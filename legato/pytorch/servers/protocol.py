@@ -1,8 +1,8 @@
 """The protocol between workers, servers and agents: commands, transfers of shards, and timeouts.
 
 [Note: transfer order] Gloo has one TCP connection between any two ranks. Gloo sends messages in the order in which they
-are launched, and each message only after its receive is posted. Receivers post the receives of an iteration at once,
-before the sends are launched, so the sender alone decides the order of transfers.
+are launched, and sends a message only after the receiver has posted the receive. Receivers post the receives of an
+iteration at once, before the sends are launched, so the sender alone decides the order of transfers.
 
     tag 0       a command, 24 bytes: (kind, iteration, length of the content), then the content (JSON)
     tag 1 + i   shard i: its gradient from a worker, its value from a server
@@ -136,7 +136,7 @@ class Transport:
             raise self.watchdog.failure(f"{what} from {self.named(source)}", error) from error
 
     def wait(self, work: Any, peer: int, what: str, *, ever: bool = False) -> None:
-        """Wait for a send or receive. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
+        """Wait for a send or receive. Raises `RankError` if the peer is gone, or at the timeout (none with `ever`)."""
         try:
             work.wait(_ANY_TIME if ever else self._patience)
         except RuntimeError as error:
@@ -145,7 +145,7 @@ class Transport:
     def begin_command(
         self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = ""
     ) -> list[PendingSend]:
-        """Launch the send of a command after all earlier sends; `before` names the transfer after the command."""
+        """Launch the send of a command after earlier sends; `before` names the transfer that follows the command."""
         what = f"the command that precedes {before}" if before else "a command"
         parts = [torch.tensor([kind, iteration, len(content)], dtype=torch.int64)]
         if content:

@@ -48,7 +48,7 @@ class Shard:
 
 
 def default_plan(parameters: Mapping[str, nn.Parameter], servers: int, placement: Placement) -> Plan:
-    """Return a plan that pulls parameters in the order in which the model creates them, and pushes in reverse."""
+    """Return a plan that pulls parameters in the order in which the model creates them, and pushes in reverse order."""
     placed = place((p.nbytes for p in parameters.values()), servers, placement)
     pieces = [
         (Slice(name, start, stop), server)

@@ -8,8 +8,8 @@ flight (before `optimizer.step()`), the value is current, and only access to `.g
 other metadata never waits.
 
 [Note: constructors] Functions that make a tensor from any data (listed in `torch.overrides.get_ignored_functions`), and
-the transforms of `torch.func`, read a parameter without asking its class. Such functions are replaced by versions that
-bring their arguments up to date first.
+the transforms of `torch.func`, read a parameter without a call of its `__torch_function__`. Such functions are replaced
+by versions that bring their arguments up to date first.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _makes_a_parameter(caller: FrameType | None) -> bool:
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
     """Bring the parameter up to date, and yield it with its plain class.
 
-    Afterwards, the parameter gets its gate back if its gradient has not arrived yet. A copy of the parameter needs no
-    gate, because it has no gradient.
+    At the end of the context, the parameter gets its gate back if its gradient has not arrived yet. Code that copies
+    the parameter gets a plain copy, which needs no gate because it has no gradient.
     """
     slot = slot_of(parameter)
     assert slot is not None
@@ -161,7 +161,7 @@ def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
 
 
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
-    """If the caller only zeroes a gradient (`p.grad = None`, or `zero_grad()`), do it without a wait; return whether.
+    """Return whether the caller only zeroes the gradient (`p.grad = None`, `zero_grad()`); if so, do it without a wait.
 
     `zero_grad` of a module or an optimizer reads each gradient only to see whether there is one.
     """
@@ -197,8 +197,8 @@ def install(
 ) -> None:
     """Install a gate: reads of the parameter (or, in stage SENT, of its gradient) first call `resolve(slot)`.
 
-    For `zero_grad`, the gate calls `zero(slot, set_to_none)`, since the gradient may be in flight. If the parameter is
-    already up to date, a read calls `look()`.
+    For `zero_grad`, the gate calls `zero(slot, set_to_none)`, since the gradient may be in flight. A read of a
+    parameter that is already up to date calls `look()` instead of `resolve(slot)`.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
@@ -216,7 +216,7 @@ def remove(slot: Slot) -> None:
 
 
 def hide(slot: Slot) -> None:
-    """Remove a waiting parameter's gate, because only a compiled graph reads the parameter, and updates it first."""
+    """Remove a parameter's gate. If the parameter waits, only a compiled graph reads it, and updates it first."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 

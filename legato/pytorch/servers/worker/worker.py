@@ -8,8 +8,8 @@ An iteration of a worker:
     next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.waiting.gate`)
 
 [Note: lockstep] A worker begins to push the gradients of an iteration only when it has received all values of the
-previous iteration. Therefore no server changes a parameter while its value is being sent, and a worker is at most one
-step ahead of another worker.
+previous iteration. Therefore, while a server sends a parameter's value, no server changes this parameter, and a worker
+is at most one step ahead of another worker.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Worker(Puller):
         return self._averages.changed()
 
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
-        """Let the servers update the parameters with the settings in `content`; new values arrive in this `order`."""
+        """Let the servers update the parameters with the settings in `content`, and send the values in this `order`."""
         self._unstepped = False
         self.expect(order)
         self._sent += self.tell_servers(STEP, self.iteration, content)  # sent after all gradients: no need to wait
