@@ -1,8 +1,8 @@
 """The rules of FSDP2 for many wrappings of one model at once, for the planner.
 
 The results are the same seconds and bytes as those from `rules.run`, for wrappings of contiguous groups with one
-micro-batch on a host that is never late. All wrappings with the same number of groups are evaluated at once: every
-number is an array with an entry for each wrapping. Units: seconds and bytes.
+micro-batch, on a host that launches all kernels in time. All wrappings with the same number of groups are evaluated at
+once: every number is an array with an entry for each wrapping. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 class Chain:
     """The units that groups can hold, in the order of the forward pass, and the parameters and computation of the root.
 
-    The root also computes: `leading` is its work before the first unit, and `behind` its work after each unit.
+    The root also computes: `leading` is the root's work before the first unit, `behind` its work after each unit.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, precision: Precision, node: int | None = None) -> None:
@@ -63,8 +63,8 @@ class Chain:
     def starts(self) -> list[int]:
         """Return the units with which a group may begin: the first unit, and units whose input needs a gradient.
 
-        The unit before a new group must be able to end a group: the backward pass computes a gradient of the unit's
-        output, or does not reach the unit.
+        The unit before a new group must be able to end a group: either the backward pass computes a gradient of this
+        unit's output, or the pass never reaches this unit.
         """
         units = [self.units[u] for u in self.held]
         ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
@@ -73,7 +73,7 @@ class Chain:
         return [k for k, begins in enumerate(may) if begins]
 
     def wrapping(self, layout: Layout, name: str) -> Wrapping:
-        """Return the wrapping of a layout. A group that the backward pass does not read is not kept for that pass."""
+        """Return the wrapping of a layout. A group that the backward pass does not read is always resharded."""
         states: dict[int, bool | int] = {RESHARD: True, KEEP: False, NODE: self.node or True}
         ends = [*layout.begins[1:], len(self.held)]
         groups = []
@@ -86,7 +86,7 @@ class Chain:
 
 
 def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, float, float]:
-    """Return (forward seconds, backward seconds, gradient bytes) of units; the backward pass ends at `reached`."""
+    """Return (forward seconds, backward seconds, gradient bytes) of units; the backward pass ends at unit `reached`."""
     back = [unit for u, unit in enumerate(units, begin) if u >= reached and (unit.trained or unit.input_needs_gradient)]
     return (
         sum(unit.forward_s for unit in units),
@@ -96,7 +96,7 @@ def _times(units: Sequence[Unit], begin: int, reached: int) -> tuple[float, floa
 
 
 def _cumulated(rows: Iterable[Sequence[float]]) -> Array:
-    """Return the sums of the first 0, 1, 2, ... rows, by column."""
+    """Return, for each column, the sums of its first 0, 1, 2, ... entries."""
     columns = [list(accumulate(column, initial=0)) for column in zip(*rows, strict=True)]
     return np.array(columns, dtype=float)
 
@@ -113,7 +113,7 @@ def evaluate(chain: Chain, layouts: Sequence[Layout]) -> tuple[Array, Array]:
 
 
 class _Many:
-    """The clocks and the memory of one step, for layouts with the same number of groups."""
+    """A simulation of one step, with its times and its memory, for all layouts with the same number of groups."""
 
     def __init__(self, chain: Chain, layouts: Sequence[Layout]) -> None:
         self.chain, self.costs = chain, chain.costs
@@ -180,7 +180,7 @@ class _Many:
         self._forward_memory(root)
 
     def _forward_memory(self, root: float) -> None:
-        """Record the memory of the forward pass: root, kept groups, and outputs of gathers until they are copied."""
+        """Record the memory of the root, of kept groups, and of gathered parameters until they are copied."""
         until = np.concatenate([np.zeros((1, self.many)), np.cumsum(self.gathered, axis=0)])
         stays = np.full(self.many, root)
         held = np.full(self.many, root)  # the output of the last gather that was copied
@@ -275,7 +275,7 @@ class _Many:
                 self._reduce(np.where(where, scattered, 0.0), where, np.full(self.many, gradients))
 
     def _wait_for_buffers(self, where: Array) -> None:
-        """Wait until fewer reductions than the limit are in flight, and free the inputs of the finished reductions."""
+        """Wait until another reduction may be launched, and free the inputs of finished reductions."""
         returned = np.maximum(self.returned, self.reductions - self.buffers + 1)
         returned = np.where(where, returned, self.returned)
         self.compute = np.maximum(self.compute, np.where(where, self.reduced_s[returned, self.every], 0.0))

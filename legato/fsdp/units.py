@@ -34,12 +34,12 @@ class Precision(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A module that runs once in a step, and that no wrapping divides.
+    """A module that runs once in a step, and that every wrapping puts whole into one group.
 
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
     `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.
-    `named` is the unit's place in `named_modules()`. An embedding needs no gradient of its input, and the backward pass
-    does not read its parameters. Only the root can hold a `rooted` unit: a unit that shares parameters with another
+    `named` is the unit's index in the order of `named_modules()`. For an embedding, `input_needs_gradient` and
+    `read_in_backward` are False. Only the root can hold a `rooted` unit: a unit that shares parameters with another
     unit, runs more than once, never runs as a whole, or contains other units. `ends` says whether a gradient comes back
     to the unit's output; only then can a group end with the unit.
     """
@@ -63,12 +63,12 @@ class Unit(NamedTuple):
 
 
 def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int = 1) -> list[Unit]:
-    """Return the units of a workload that is sharded over `ranks`: blocks (`level` 1), or parts of blocks (2, ...).
+    """Return the units of a workload that is sharded over `ranks`: blocks at `level` 1, parts of blocks above.
 
-    Times are in seconds. Without `workload.modules`, it is assumed that dimensions are multiples of the ranks, that all
-    parameters are trained, and that a parameter is shared by all units that read it. The time of an op that belongs to
-    no unit is added to the unit that runs before the op. Raises `InputError` if no parameter has the name of a module,
-    and `TooLargeError` on more than 2,000 units.
+    Times are in seconds. Without `workload.modules`, it is assumed that dimensions are multiples of the number of
+    ranks, that all parameters are trained, and that a parameter is shared by all units that read it. The time of an op
+    that belongs to no unit is added to the unit that runs before the op. Raises `InputError` if no parameter has the
+    name of a module, and `TooLargeError` on more than 2,000 units.
     """
     modules = workload.modules or _modules(workload)
     separator = "." if workload.modules or not any("/" in tensor.name for tensor in workload.tensors) else "/"
@@ -92,7 +92,7 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
 
 
 def _unit_path(path: str, separator: str, level: int) -> str:
-    """Return the beginning of a module's path, which ends with the `level`-th component that numbers a block."""
+    """Return a module's path up to the `level`-th number of a block; each missing number adds the next component."""
     parts = path.split(separator)
     numbered = [k for k, part in enumerate(parts) if _NUMBERED[separator].fullmatch(part)]
     if not numbered:
@@ -134,7 +134,7 @@ def _unit(
 
 
 def _padded(parameter: Parameter, ranks: int) -> int:
-    """Return the number of elements of a parameter after its rows are padded to a multiple of the ranks."""
+    """Return the number of elements of a parameter whose rows are padded to a multiple of the number of ranks."""
     elements = parameter.nbytes // parameter.itemsize
     return elements // parameter.rows * (-(-parameter.rows // ranks) * ranks)
 

@@ -7,8 +7,8 @@ counts something else). For traces of older profilers, operators are matched by 
 
 [Note: dependencies from storages] An operator depends on the last writers of the storages that it reads. An operator
 writes the storages of its outputs, and of the inputs that its schema marks with `!`. Views need no special treatment
-because they share a storage. If a later storage uses the same memory, an op may get an additional dependency on an
-earlier op, which costs nothing within one stream.
+because they share a storage. If a new storage gets the memory of an old one, an op may get an additional dependency on
+an earlier op, which costs no time if both ops are in one stream.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Attribute(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    """A node of any schema version: up to 1.0.1, a field for each property; since 1.0.2, `_Values` and `attrs`."""
+    """A node. In schemas up to 1.0.1, each property is a field; since 1.0.2, `_Values` and `attrs` have the rest."""
 
     id: int
     name: str
@@ -121,7 +121,7 @@ def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 
 def is_graph(path: Path) -> bool:
-    """Return whether a file is an execution trace: it has nodes, and no events near its beginning."""
+    """Return whether a file is an execution trace: near its beginning, it has nodes, and no events before the nodes."""
     head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)
@@ -171,7 +171,7 @@ class _Graph:
         self._describe_lost(trace, trace.annotation)
 
     def _describe_lost(self, trace: Trace, columns: EventColumns) -> None:
-        """Add shapes to all-reduces missing in the execution trace, from the operators that started them.
+        """Add the shapes of all-reduces that the execution trace lacks, as their operators give them.
 
         An all-reduce over gloo may be missing if it ends when the trace ends. The id of an all-reduce follows the id of
         its operator.
@@ -214,7 +214,7 @@ class _Graph:
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
     def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:
-        """Return, by row of `columns`, the node of each operator or mark that begins between the two times.
+        """Return the node of each operator or mark that begins between the two times, by its row in `columns`.
 
         Operators and nodes are matched by id if the profiler wrote ids. Without ids, the n-th operator of a name
         matches the n-th node of the same name, for names that occur equally often in both traces.

@@ -59,7 +59,7 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 
 
 def doubt(cluster: Cluster) -> str:
-    """Return why no network can have the cost that was fitted to a trace, or "" if the cost is possible.
+    """Return why no network can have the cost that was fitted to a trace; "" if some network can have it.
 
     A tree of n workers takes 2 log(n) steps. A ring takes 2(n-1) steps, and in each step, each worker sends 1/n of the
     bytes.
@@ -126,7 +126,7 @@ def _found(pattern: re.Pattern[str], lines: Sequence[str]) -> list[re.Match[str]
 
 
 def _row(line: str, heading: Sequence[str]) -> tuple[int, float, bool, float | None] | None:
-    """Return (bytes, seconds, whether results are right, busbw / algbw) of a line, or None if it is no table row."""
+    """Return (bytes, seconds, whether all results are right, busbw / algbw) of a table's row; None for other lines."""
     time = max(k for k, word in enumerate(heading) if word == "time")
     columns = len(heading) + heading.count("timestamp")  # a timestamp is two words
     words = [] if "#" in line else line.replace("FAILED", " ").split()[-columns:]

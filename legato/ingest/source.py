@@ -112,7 +112,7 @@ def read_all(path: Path, progress: Progress | None = None) -> bytes:
 
 
 def named(paths: Sequence[Path]) -> str:
-    """Return the name of the first file, and the number of further files."""
+    """Return the name of the first file, followed by the number of the other files."""
     first = one_line(str(paths[0]), 300) if paths else "no files"
     return first if len(paths) < 2 else f"{first} and {len(paths) - 1} more"
 

@@ -1,20 +1,20 @@
 """One step of one rank: the work of the rank's device, with the launch time and the phase of each piece of work.
 
 [Note: two kinds of idle time] A device is idle for one of two reasons. Either the host has not launched the next kernel
-yet: no plan of transfers changes that, so the idle time belongs to the computation (`TracedOp.gap_s`). Or the kernel
-has been launched and waits for a transfer: planning can change that, so the idle time belongs to no op. The time of the
+yet. No plan of transfers can shorten this time, so it belongs to the computation (`TracedOp.gap_s`). Or the kernel has
+been launched and waits for a transfer. Planning can shorten this time, so it is not part of any op. The time of the
 launch, which the profiler records under the kernel's correlation number, separates the two kinds of idle time. The
-kernel waits from its launch to the end of the last transfer that ends in the idle time. A CPU has no launches, so its
-ops wait from the beginning of the idle time. If a launch is recorded at its kernel's start or later, it shows only the
-difference between the clocks of host and device. Then the kernel waited if a transfer ended before the kernel's start
-by at most this difference.
+kernel waits from its launch until the last of the transfers that end while the device is idle. A CPU has no launches,
+so its ops wait from the beginning of the idle time. If a launch is recorded at its kernel's start or later, its time
+says nothing but the difference between the clocks of host and device. In this case, the kernel waited if a transfer
+ended at most this difference before the kernel's start.
 
 [Note: a step on the device] A host that runs ahead of its device marks a step long before the device runs it. The marks
 are not evenly spaced, because the host waits when its queue is full. On the device, a step therefore begins when
-everything that was launched before the step is done, but not before the host begins it. A step on the device ends when
-the next step begins. All work of the device between these two times belongs to the step, including the end of an
-earlier step's transfer or the beginning of a later step on another stream. With this definition, no share of the step
-is larger than the step.
+everything that was launched before the step is done, and at the earliest when the host begins the step. A step on the
+device ends when the next step begins. All work of the device between these two times belongs to the step, including the
+end of an earlier step's transfer or the beginning of a later step on another stream. With this definition, no part of a
+step takes longer than the step.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ ROUNDING_S = 4e-10
 class TracedStep:
     """One traced step of one rank.
 
-    `sending` is the backward pass whose gradients are sent, if that is known. The host launched op i at the time
-    `host_s[i]` on the thread `thread[i]`; it issued transfer i at `issued_s[i]` on the thread `issued_on[i]`. On the
-    device, the step begins at `begin_s` and lasts `length_s`. `foreign` are the times (start, end) of computations of
-    other steps during this step, and `foreign_transfers` are the collectives (kind, start, end) of other steps. `waits`
-    are the times in which an operator waits for collectives. `suspected` are kernels that may be transfers, with their
-    total times.
+    `sending` is the backward pass whose gradients are sent, or None if it is not known. The host launched op i at the
+    time `host_s[i]` on the thread `thread[i]`; it issued transfer i at `issued_s[i]` on the thread `issued_on[i]`. On
+    the device, the step begins at `begin_s` and lasts `length_s`. `foreign` are the times (start, end) of computations
+    of other steps during this step, and `foreign_transfers` are the collectives (kind, start, end) of other steps.
+    `waits` are the times in which an operator waits for collectives. `suspected` are kernels that may be transfers,
+    with their total times.
     """
 
     trace: Trace
@@ -95,7 +95,7 @@ class TracedStep:
         return sum(start < host - ROUNDING_S for start, host in zip(starts, launches, strict=True))
 
     def ready_s(self, op: TracedOp, host_s: float, until_s: float) -> float:
-        """Return since when an op was ready, if the device is idle since `until_s` ([Note: two kinds of idle time])."""
+        """Return when an op became ready; the device is idle from `until_s` on ([Note: two kinds of idle time])."""
         if not self.on_device:
             return until_s
         if host_s > op.start_s - ROUNDING_S:
@@ -169,7 +169,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 def _together(
     trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
 ) -> list[tuple[Sent, ...]]:
-    """Return the sends and receives that each kernel groups, or () for a kernel that groups none."""
+    """Return, for each kernel, the sends and receives that it groups; () if it groups none."""
     since: dict[int, float] = {}  # when each thread launched its last kernel with several sends and receives
     found = []
     for activity, what in zip(issued, described, strict=True):
@@ -252,7 +252,8 @@ def _extent(
 def trim(step: TracedStep) -> TracedStep:
     """Return the step with its ops on one stream.
 
-    Time in which ops overlap counts once, and the remaining gaps are due to the host.
+    Time in which ops overlap belongs to the op that begins first. Waits for transfers are taken out of the gaps
+    between ops; the rest of a gap is due to the host.
 
     Collectives that carry no gradients become ops, without the time for which they wait for late ranks. The gap after
     the last op is added to the gap of the first op, as if the step before had ended with the same gap.
@@ -313,7 +314,7 @@ class _Stalls:
         self._ends = [end for _, end in self._busy]
 
     def within(self, start: float, end: float) -> float:
-        """Return how long the device waited in this gap, up to the end of the last transfer that ends in the gap."""
+        """Return how long the device waited from `start` on, at most up to the last end of a transfer before `end`."""
         last = bisect.bisect_right(self._done, end) - 1
         end = max(self._done[last], start) if last >= 0 else start
         total = 0.0

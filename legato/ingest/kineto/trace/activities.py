@@ -77,8 +77,8 @@ class Described(NamedTuple):
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """Return the kernels, copies and fills that the host launched; without a device, return the outermost operators.
 
-    Only launches from `start_s` to `end_s` count. Time in which the host issues collectives, waits for them or runs
-    them does not count as computation, even inside an operator.
+    Only what the host launched from `start_s` to `end_s` is returned. Time in which the host issues collectives, waits
+    for them or runs them does not count as computation, even inside an operator.
     """
     if len(trace.device):
         return _device_activities(trace, start_s, end_s, ~_sends(trace))
@@ -150,10 +150,10 @@ def _on_host(trace: Trace) -> bool:
 
 
 def _sends(trace: Trace) -> NDArray[np.bool_]:
-    """Return which events of the device move data between devices (computed once).
+    """Return which events of the device move data between devices; keep the answer in `trace.sends`.
 
-    An event counts if its name says so, or if it was launched by the operator or mark of a collective, but not by an
-    operator inside that operator.
+    An event moves data if its name says so, or if it was launched by the operator or mark of a collective, but not by
+    an operator inside that operator.
     """
     if trace.sends is None:
         device, (host, thread) = trace.device, _launches(trace)
@@ -199,7 +199,7 @@ def _around(columns: EventColumns, thread: int, moment_s: float) -> list[int]:
 
 
 def _rows(trace: Trace, columns: EventColumns, wanted: Callable[[str], object]) -> NDArray[np.bool_]:
-    """Return which events have a wanted name."""
+    """Return, for each event, whether `wanted` is true for the event's name."""
     return np.array([bool(wanted(name)) for name in trace.names], dtype=np.bool_)[columns.name]
 
 
@@ -210,7 +210,7 @@ def _marks(trace: Trace) -> list[int]:
 
 
 def _marked(trace: Trace) -> list[Activity]:
-    """Return the marks of collectives on the host with their issuing operators, if traced (computed once)."""
+    """Return the marks of collectives on the host, with their operators if traced; keep them in `trace.issued`."""
     if trace.issued is None:
         trace.issued = _joined(trace)
     return trace.issued
@@ -237,7 +237,7 @@ def _joined(trace: Trace) -> list[Activity]:
 
 
 def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
-    """Return the row of the operator that issued a mark's collective, or None, and remove it from `issued`."""
+    """Remove from `issued` the row of the operator that issued a mark's collective, and return it, or None."""
     began = trace.annotation.start[mark]
     elements = _elements(trace.annotation.detail(mark))
     before = [i for i in itertools.islice(issued, _TRIES) if trace.operator.start[i] <= began]
@@ -310,10 +310,10 @@ def _device_activities(trace: Trace, start_s: float, end_s: float, wanted: NDArr
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return when and on which thread the host launched each device event.
 
-    A launch is found by correlation, or otherwise by its operator. A stream runs its events in the order of their
-    launches. So an event without launch and operator in the trace gets the launch time of the previous event in its
-    stream. If there is no previous event, the launch time is -inf (before the trace). In a stream without any known
-    launch, the launch time of an event is its start. The thread of an unknown launch is -1.
+    A launch is found by its correlation number, or otherwise by the event's operator. A stream runs its events in the
+    order of their launches. So an event without launch and operator in the trace gets the launch time of the previous
+    event in its stream. If there is no previous event, the launch time is -inf (before the trace). In a stream without
+    any known launch, the launch time of an event is its start. The thread of an unknown launch is -1.
     """
     device = trace.device
     host, thread = np.full(len(device), -np.inf), np.full(len(device), -1)
@@ -335,7 +335,7 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
     """Return the sends and receives that one kernel runs together.
 
-    The thread that launched the kernel issued these sends and receives, without separate kernels, after `since_s`.
+    The kernel's thread issued these sends and receives after `since_s`, and none of them has its own kernel.
 
     The result is empty if the trace lacks the peer or the bytes of a send or receive.
     """
@@ -377,7 +377,7 @@ def describe(trace: Trace, activity: Activity) -> Described:
 
 
 def _told(trace: Trace, activity: Activity) -> tuple[list[Arguments], list[str]]:
-    """Return all arguments about a collective (first its own event's), and the names of the host events around it."""
+    """Return all arguments about a collective, its own event's first, and the names of the host events around it."""
     around = _around(trace.annotation, activity.thread, activity.host_s)
     mark = COLLECTIVE_NAME.match, trace.known.is_added
     marks = [i for i in around if any(matches(trace.named(trace.annotation, i)) for matches in mark)]
@@ -408,7 +408,7 @@ def _size(args: Arguments) -> tuple[int | None, bool, int | None]:
 
 
 def _peer(args: Arguments) -> int:
-    """Return the other rank of a send or receive, or -1 for other collectives or if the trace does not tell it."""
+    """Return the other rank of a send or receive; -1 if the trace does not tell it, or for another collective."""
     told = {"send": args.receiver, "recv": args.sender}
     return whole_number(told.get(collective_kind(args.collective or "") or ""))
 
