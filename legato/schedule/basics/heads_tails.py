@@ -47,7 +47,7 @@ def check_size(workload: Workload) -> None:
 
 
 class HeadsTails(NamedTuple):
-    """Release time and tail of each tensor, and the shortest possible period in seconds if communication were free."""
+    """The release time and the tail of each tensor, and the shortest possible period without communication."""
 
     release_s: list[float]
     tail_s: list[float]
@@ -92,8 +92,8 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
 def _without_sets(period: Period, order: Order) -> HeadsTails:
     """Return what `heads_tails` returns for one stream, for any number of ops.
 
-    The times equal the times of the sets up to rounding. If `reached_s` returns a time that is too small, the release
-    time or tail is too small, too.
+    Up to rounding, these times equal the times that are computed with sets. If `reached_s` returns less than the exact
+    time of some ops, the release time or tail is too small, too.
     """
     workload, duration, successors = period.workload, period.duration_s, _successors(period)
     backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")
@@ -138,7 +138,7 @@ def _successors(period: Period) -> list[list[int]]:
 
 
 def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
-    """Return, for each op, the set (as bits) of the op, its neighbours, theirs and so on, which `order` puts first."""
+    """Return the closure of each op under `neighbours`, as bits; `order` has an op's neighbours before the op."""
     closure = [0] * len(neighbours)
     for i in order:
         closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])

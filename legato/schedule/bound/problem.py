@@ -1,8 +1,8 @@
 """The problem that bounds are about (release times, tails, cost of messages), and the interface of arguments.
 
 To find bounds, times are seconds in floats. To prove bounds, times are whole numbers of ticks (small parts of a
-second), rounded down. If ops and messages take less time, no schedule takes longer. So a proof with ticks holds for the
-workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
+second), rounded down. With such times, no schedule takes longer than with the exact times. So a proof with ticks
+holds for the workload, and whole numbers add up exactly ("Exact arithmetic" in docs/bounds.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cheapest_line(cluster: Cluster, nbytes: int, number: type = float, alpha: fl
     """Return the highest line that stays below the costs of all collectives from 0 to `nbytes` bytes.
 
     The line meets the cheapest cost at 0 and at `nbytes`. If costs are interpolated, the line always meets the cheapest
-    cost at `nbytes`, but at 0 only if possible. If `alpha` is given, it is the line's value at 0.
+    cost at `nbytes`, but may lie below the cheapest cost at 0. If `alpha` is given, it is the line's value at 0.
     """
     costs = cluster.least_costs()
     sizes = [number(x) for cost in costs for x, _ in cost.points if x < nbytes]
@@ -56,8 +56,8 @@ class Problem:
 
     `every` is the workload with all ops; under sharded plans, its optimizer ops take the time to update one worker's
     shard. `workload` is the same, but under sharded plans it has no optimizer ops. `release` and `tail` are indexed by
-    tensor. A half of an all-reduce (a reduce-scatter or an all-gather) takes `half` to start, plus the `half_work` of
-    its bytes. In exact problems, `part_s` is the length of a tick in seconds.
+    tensor. A reduce-scatter or an all-gather (half of an all-reduce) takes the time `half` to start, plus the time
+    `half_work` for its bytes. In exact problems, `part_s` is the length of a tick in seconds.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Problem:
 
 
 class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="case"):
-    """An argument of docs/bounds.md that no schedule is faster than a bound, and the tensors that it uses."""
+    """One of the arguments of docs/bounds.md, which prove bounds for all schedules, and the tensors that it uses."""
 
     @property
     def case(self) -> str:
@@ -139,7 +139,7 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterable[Proved]:
-        """Find certificates that prove a longer time than `beat`, or nearly as long a time; there may be none."""
+        """Find certificates that prove a time longer than `beat`, or only a little shorter; there may be none."""
         raise NotImplementedError
 
     def proves(self, problem: Problem) -> float:

@@ -1,8 +1,8 @@
 """The exact optimum of MG-WFBP's own problem, in O(L) for L tensors.
 
-Idea: with the gradients in ready order, let f(j) be the earliest moment at which the first j gradients can have
-arrived. The last message carries gradients i + 1 to j, for some i. This message starts when the first i gradients have
-arrived and gradient j is ready:
+Idea: sort the gradients by the time at which they are ready, and call f(j) the earliest moment at which the first j
+gradients can have arrived. The last message carries gradients i + 1 to j, for some i. This message starts when the
+first i gradients have arrived and gradient j is ready:
 
     f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
 
@@ -12,22 +12,22 @@ Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019). MG-WF
 problem. The recurrence is ours.
 Units: seconds and bytes.
 
-The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so all i with f(i) <= ready(j) form a prefix
-that only grows with j. For these i, the message waits for gradient j, and the largest i is best, since it leaves the
-fewest bytes to send. For all larger i, the message waits for the network, and the best i has the least f(i) - beta *
-bytes(0..i). The best i is the smallest of these i, because f(j) - beta * bytes(0..j) never falls as j grows: it is
-alpha plus the least of the terms max(f(i), ready(j)) - beta * bytes(0..i). These terms grow with j, and the new term,
-for i = j - 1, is at least the value for j - 1.
+The recurrence is evaluated in O(L), not O(L^2). Neither f nor ready ever falls, so the i with f(i) <= ready(j) are the
+first ones, and their number only grows with j. For these i, the message waits for gradient j, and the largest i is
+best, since it leaves the fewest bytes to send. For all larger i, the message waits for the network, and the best i has
+the smallest difference f(i) - beta * bytes(0..i). The first of these i is the best, because the difference f(j) - beta
+* bytes(0..j) never falls as j grows: it is alpha plus the least of the terms max(f(i), ready(j)) - beta * bytes(0..i).
+No term falls as j grows, and the new term, for i = j - 1, is at least the difference for j - 1.
 
 If several plans end at the same time, the plan with the fewest messages is taken.
 
-A cost may have a floor (`LinearCost.floor_s`), the least time of a message. From some i on, which only grows with j, a
-message costs just the floor, and the first of these i is best. For smaller i, the choice is as for costs without a
-floor, except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a window that
-only moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is evaluated for
-every i, which is as fast and rounds less. With a floor, the result is only the best plan that merges neighbours in
-ready order: a plan that moves a part of a tensor into an earlier message may be faster, because a message below the
-floor carries more bytes for free.
+A cost may have a floor (`LinearCost.floor_s`), the least time of a message. If i is large enough, a message costs just
+the floor. The first such i, which never falls as j grows, is the best one. For smaller i, the choice is as for costs
+without a floor, except that f(i) - beta * bytes(0..i) may fall. So a monotone queue keeps the least such value in a
+window that only moves forward, and the recurrence still takes O(L). For up to `_FEW` gradients, the recurrence is
+evaluated for every i, which is as fast and rounds less. With a floor, the result is only the best plan that merges
+neighbours in ready order: a plan that moves a part of a tensor into an earlier message may be faster, because a message
+below the floor carries more bytes for free.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def merge_neighbours(
 def earliest_finishes(
     release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[list[float], list[int]]:
-    """Return f(0) to f(n), and for each j the best i, where the last message begins; a floor of the cost is ignored."""
+    """Return f(0) to f(n), and for each j the best i, after which the last message begins; ignore any floor."""
     upto = list(accumulate(nbytes, initial=0))
     sent = [cost.beta_s_per_byte * total for total in upto]  # time of bytes 0..j without alpha
     finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last message begins
@@ -198,14 +198,14 @@ class _Window:
         self.end = 0
 
     def add(self, place: int, key: tuple[float, ...]) -> None:
-        """Add the key of this place, and let the window end after this place."""
+        """Add the key of `place`, and let the window end after `place`."""
         while self.kept and self.kept[-1][0] > key:
             self.kept.pop()
         self.kept.append((key, place))
         self.end = place + 1
 
     def least(self, begin: int) -> int:
-        """Let the window begin at this place, and return the place of its least key, or -1 if the window is empty."""
+        """Let the window begin at `begin`, and return the place of its least key, or -1 if the window is empty."""
         while self.kept and self.kept[0][1] < begin:
             self.kept.popleft()
         return self.kept[0][1] if self.kept else -1

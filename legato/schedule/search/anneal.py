@@ -28,9 +28,9 @@ def anneal(
 ) -> S:
     """Return the best state seen in this number of changes; stop earlier if the best state is `done`.
 
-    At first, a state may be slower than the previous state by a fraction `heat`, which falls to 0 at the end
-    (Kirkpatrick, Gelatt, Vecchi, Optimization by Simulated Annealing, Science 1983). `change` returns None if nothing
-    can change.
+    A change may make the state slower, at random by at most a fraction of the best state's time; the fraction is `heat`
+    at first, and falls to 0 at the end (Kirkpatrick, Gelatt, Vecchi, Optimization by Simulated Annealing, Science
+    1983). `change` returns None if nothing can change.
     """
     state = best = start
     for k in range(changes):

@@ -92,13 +92,13 @@ def fill(
     `sizes` (the bytes of the messages, in order) must add up to the bytes of all tensors. `release_s`, `tail_s` and
     `nbytes` are indexed by tensor; `cost` gives the seconds of a message from its bytes. The first `first_come`
     messages do not take the bytes with the longest tail, but those that were ready first. This completes more tensors
-    early, although some bytes arrive later. No message starts before its time in `not_before_s`, so it can take the
+    early, although some bytes arrive later. Message k starts no earlier than `not_before_s[k]`, so it can take all
     bytes that are ready at this time.
 
     With `whole_below`, every tensor lies in one piece of memory when all messages have arrived (`legato.core.layout`).
     Tensors with fewer than `whole_below` bytes are not partitioned, so a message ends at the nearest border between
-    tensors. A message is divided if it would have the ends of two partitioned tensors or the beginnings of two, and a
-    piece from the middle of a tensor is a message of its own.
+    tensors. A message is divided if it would have the ends of two partitioned tensors, or the beginnings of two
+    partitioned tensors. A piece from the middle of a tensor is a message of its own.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
@@ -136,10 +136,10 @@ def fill(
 
 
 def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
-    """Return how many of the bytes `left` of a tensor go into a message that has room for `wanted`.
+    """Return how many of a tensor's `left` bytes go into a message that has space for `wanted` bytes.
 
-    If `divides`, the tensor is partitioned. Otherwise the tensor is taken whole if at least half of it fits, or if it
-    is the `first` tensor in the message.
+    With `divides`, the tensor may be partitioned. Otherwise the tensor is taken whole if at least half of it fits, or
+    if it is the `first` tensor in the message.
     """
     if wanted >= left:
         return left

@@ -1,4 +1,4 @@
-"""The bound "equal pairs": after the backward pass, messages are gathered in the same groups as they were scattered.
+"""The bound "equal pairs": each message is scattered, and gathered unchanged after the backward pass.
 
 docs/bounds.md has the proof ("Equal pairs"), for plans with a sharded optimizer.
 """
@@ -33,15 +33,15 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the test for messages that are gathered after the backward pass, or after an update that is later."""
+        """Return the test for messages that are gathered after the backward pass (`step_last`: after an update)."""
         from_s = first_gather(problem, range(len(problem.workload.tensors)))
         return DividedPairs(sets, problem.half, from_s)
 
     def proves(self, problem: Problem) -> float:
         """Return a time that is too short for an iteration.
 
-        Raises `InputError` if an iteration may be that short, if nothing is sharded, or if ops run on unlimited
-        streams.
+        Raises `InputError` if the proof does not exclude so short an iteration, if nothing is sharded, or if ops run on
+        unlimited streams.
         """
         if not problem.sharded or problem.compute != "one":
             raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")
@@ -49,7 +49,7 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 
 
 class DividedPairs:
-    """A test of whether pairs of halves may send all bytes of `sets` in a given time.
+    """A test of whether messages, each scattered and later gathered, can send all bytes of `sets` in a given time.
 
     No gather starts before `from_s`. Each half has a startup time of `half_s`. With `apart`, everything is scattered
     before anything is gathered.

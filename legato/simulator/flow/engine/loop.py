@@ -3,19 +3,19 @@
 - *First come, first served*: services run in the order `(ready, key, id)`. The loop need not wait for a link to become
   free, because the link's next service is already known.
 - *Priorities*: a free link begins the ready service with the highest priority, and on a tie the first in the order
-  `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same earliest
-  moment, the service with the highest priority begins first, because its end may make other services ready at this
-  moment, and these may go before the remaining services. With priorities, the loop goes through all moments at which a
-  service becomes ready or a link becomes free, and is slower.
+  `(ready, key, id)`. A service is never interrupted. If services of several links could begin at the same moment, the
+  service with the highest priority begins first. When it ends, it may make other services ready at this moment, and
+  these may go before the remaining services. With priorities, the loop goes through all moments at which a service
+  becomes ready or a link becomes free, and is slower.
 
-If only one of many identical workers is simulated (`alone.py`), services are *trips*: transfers from the worker to
-itself, which are served first come, first served.
+If only one of many identical workers is simulated (`alone.py`), transfers go from the worker to itself. Such a service
+is a *trip*, and trips are served first come, first served.
 
 A service on no link never queues: it runs as soon as its start is known. numba compiles the loop on first use, once for
 each discipline, and caches the result on disk.
 
-[Note: queues] When a link has served its services, their successors mostly become ready in the same order. Services on
-a link that wait for streams and barriers also mostly become ready in order. Each such sequence of services is a
+[Note: queues] When a link has served its services, their successors mostly become ready in the same order. The services
+on a link that wait for streams and barriers become ready mostly in order, too. Each such sequence of services is a
 *queue*: its services form a linked list (`next`), and only its head is in the heap. The heap therefore grows with the
 number of links, not with the number of waiting transfers. A service that becomes ready before the last service of its
 queue goes directly into the heap. Services are served in the same order as with one heap of all services.
@@ -241,7 +241,7 @@ def _put(records, priority, heap, stack, sizes, ends, j, queue):
 
 @_inlined
 def _taken(records, priority, heap, stack, sizes):
-    """Remove and return the next moment and its service or link. Services on no link come first."""
+    """Remove and return the next moment and its service or link. Services on no link come before all others."""
     if sizes[1] > 0:
         sizes[1] -= 1
         return 0.0, np.int64(stack[sizes[1]])
@@ -287,7 +287,7 @@ def _fill(entry, t, key, i):
 
 @_inlined
 def _sift_down(records, priority, heap, sizes, t, key, i):
-    """Insert (t, key, i) into a heap that lacks its root."""
+    """Insert (t, key, i) into a heap whose root was removed."""
     at, child, size = 0, 1, sizes[0]
     while child < size:
         one = heap[child]

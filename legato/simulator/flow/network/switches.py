@@ -131,7 +131,7 @@ class Switches:
 
     @property
     def one(self) -> bool:
-        """Return whether there is only one switch, which never blocks."""
+        """Return whether the network has only one switch, which never blocks."""
         return self.topology == "leaf-spine" and self.racks == 1
 
     @property
@@ -253,7 +253,7 @@ class Switches:
         return (_hashed(self.seed, source, target) % np.uint64(paths)).astype(np.int64)
 
     def path(self, here: ArrayLike, there: ArrayLike, choice: ArrayLike) -> Links:
-        """Return the links of path `choice` from leaf to leaf, one per hop; NO_LINK stands for hops that it lacks."""
+        """Return the links of path `choice` between two leaves, one link per hop; NO_LINK stands for unused hops."""
         here, there, choice = np.broadcast_arrays(here, there, choice)
         leaves, pods, spines, _, _ = self._tiers
         if self.one or not spines:
@@ -267,9 +267,9 @@ class Switches:
         return np.where((here != there)[..., None], np.stack(hops, axis=-1), NO_LINK)
 
     def climb(self, leaf: Links, choice: ArrayLike) -> Links:
-        """Return the links up from each host's leaf to the first switch that connects all of them: [..., host, hop].
+        """Return the links from each host's leaf up to the lowest switch that connects all hosts: [..., host, hop].
 
-        `leaf` is [..., host]. The links form the tree of path `choice`. Hops above the first switch that connects all
+        `leaf` is [..., host]. The links form the tree of path `choice`. Hops above the lowest switch that connects all
         leaves are NO_LINK. The link down between two switches has the next number after the link up.
         """
         leaves, pods, spines, _, _ = self._tiers
@@ -286,7 +286,7 @@ class Switches:
 
 
 def _both_ways(up: Links) -> Links:
-    """Return the links up, each followed by the link down between the same switches (the next number)."""
+    """Return the links up, each followed by the link down between the same switches, which has the next number."""
     return np.stack([up, up + 1], axis=-1).ravel()
 
 

@@ -5,12 +5,12 @@ rack), they share the link. All jobs form one graph, which the engine runs like 
 
 [Note: the window] Jobs have different periods, and their effect on each other depends on the phases in which they meet.
 So every job runs many iterations, and jobs with short periods run more. All jobs run at least until the job with the
-longest period would have finished its `iterations` iterations without the other jobs. Only times in the *window* count.
-The window ends when the first job ends its second to last iteration, because fast workers begin the next iteration
-before slow workers have finished. The window is the last three quarters of the time from the start of the last job to
-this end. Within the window, all jobs run all the time. The iteration time of a job is the mean over its iterations
-between two moments: the first and the last end of one of its iterations in the window. The time of the job alone is the
-mean over the same iterations.
+longest period would have finished its `iterations` iterations without the other jobs. Only the times in a *window* are
+measured. The window ends when the first job ends its second to last iteration, because fast workers begin the next
+iteration before slow workers have finished. The window is the last three quarters of the time between the start of the
+last job and the end of the window. Within the window, all jobs run all the time. The iteration time of a job is a mean:
+the time between the first and the last end of an iteration in the window, divided by the number of iterations from the
+first end to the last. The time of the job alone is the mean over the same iterations.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ Times = NDArray[np.float64]
 class SharedJob:
     """A training job on a network that jobs share.
 
-    Worker w of the job takes the place of the network's worker `hosts[w]`, with its host, link and speed. If hosts have
-    several GPUs, each place is one GPU. Workers of several jobs may be on one host. With `plan` None, each tensor has
-    its own message (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation. With
-    a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`, so the job keeps its phase. Without a
-    `pace_s`, an iteration begins as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
+    Worker w of the job runs as worker `hosts[w]` of the network, with that worker's host, link and speed. If hosts have
+    several GPUs, each worker of the network is one GPU. Workers of several jobs may be on one host. With `plan` None,
+    each tensor has its own message (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the
+    simulation. With a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`, so the job keeps its phase.
+    Without a `pace_s`, an iteration begins as soon as it can. Links serve the transfers of jobs with a higher
+    `priority` first.
 
     Raises `InputError` on values out of range.
     """
@@ -91,8 +92,8 @@ class SharedJob:
     def machines(self, network: Network, number: int) -> Network:
         """Return the hosts of this job, the `number`-th job on a network, as a separate network with one switch.
 
-        The hosts have several GPUs if the job has whole hosts. The seed is the seed of `network` plus `number`, and
-        there are no disturbances.
+        If the job has all GPUs of its hosts, the hosts have as many GPUs as in `network`; otherwise, each host has one
+        GPU. The seed is the seed of `network` plus `number`, and there are no disturbances.
         """
         shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
         return replace(
@@ -192,8 +193,8 @@ class SharedTimes:
     def timelines(self) -> tuple[Timeline, ...]:
         """Return a timeline of each job, with the length of one iteration. All timelines begin at the same moment.
 
-        This moment is the last end of an iteration of the first job after which the window still has enough time. A job
-        that starves has no timeline.
+        This moment is the end of an iteration of the first job: the last one after which the longest iteration fits in
+        the window. A job that starves has no timeline.
         """
         longest_s = max(job.iteration_s or 0.0 for job in self.jobs)
         moments = [t for t in self.ends_s[0].tolist() if self.begin_s <= t <= self.end_s - longest_s]
@@ -228,7 +229,7 @@ class _Alone(NamedTuple):
 class SharedNetwork:
     """Jobs on a network as one graph, which can be run again with other shifts.
 
-    The times of disturbances count from the start of the simulation. Workers are numbered as in the network, and the
+    Times of disturbances are relative to the start of the simulation. Workers are numbered as in the network, and the
     servers of all jobs are numbered consecutively.
 
     Raises `InputError` on jobs that do not fit the network, and `PlanError` on plans that do not fit their workloads or
@@ -256,7 +257,7 @@ class SharedNetwork:
         self._unrolled, self._begins, self._services = self._build(range(len(jobs)), self._counts, wait=True)
 
     def _enough(self, iterations: int) -> list[int]:
-        """Return the number of iterations of each job. A shift may be as long as the period of its job."""
+        """Return the number of iterations of each job. The numbers suffice for shifts up to the period of each job."""
         for job, period in zip(self.jobs, self.period_s, strict=True):
             if period <= 0:
                 raise InputError(f"{job.name}: its iterations take no time (expected computation or messages)")
@@ -358,8 +359,8 @@ class SharedNetwork:
     ) -> tuple[list[Unrolled], list[Ids], Services]:
         """Return the graph of `counts` iterations of the chosen jobs.
 
-        With `wait`, iterations wait for services that delay their start; these services are returned, too. Without
-        `wait`, there are no disturbances.
+        With `wait`, iterations wait for services that delay their start, and the function returns the services, too.
+        Without `wait`, there are no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
