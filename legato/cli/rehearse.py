@@ -191,7 +191,7 @@ def _rehearse_servers(
 
 
 def _prepare(results: Results) -> None:
-    """Make the output folder, and check that the page can be written, because measuring then takes minutes."""
+    """Make the output folder, and check that the page can be written, before measurements that take minutes."""
     if results.output is not None:
         make_folder(results.output)
     check_file("report", results.report, ".html")  # the page may be in the folder

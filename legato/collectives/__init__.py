@@ -1,6 +1,6 @@
 """All-reduce algorithms, one file each. `rounds.py` defines the type of an algorithm.
 
-Each algorithm in `COLLECTIVES` has a cost on a `Cluster`, runs over gloo, and is a fabric of the flow simulator.
+An algorithm in `COLLECTIVES` can state its cost on a `Cluster`, run over gloo, and be a fabric of the flow simulator.
 """
 
 from legato.collectives.doubling import HALVING_DOUBLING, RECURSIVE_DOUBLING

@@ -55,7 +55,7 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return a hash as 16 hexadecimal digits. Equal values have equal hashes, and a workload caches its hash."""
+    """Return a hash as 16 hexadecimal digits. Equal values have equal hashes. A workload keeps its hash."""
     kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
     if "identity" not in kept:
         kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
@@ -69,9 +69,9 @@ def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun: ...
 def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = "data") -> msgspec.Struct:
     """Return the value that JSON bytes contain.
 
-    The value has the type `kind`, or if that is None, the type that its `format` names. In error messages, the data is
-    called `source`. Nothing in the data is executed. Raises `FileError` with one line that names the source, the field,
-    the value and what was expected.
+    The value has the type `kind`, or if that is None, the type that its `format` names. Error messages call the data by
+    the name in `source`. Nothing in the data is executed. Raises `FileError` with one line that names the source, the
+    field, the value and what was expected.
     """
     try:
         return _decode(data, _checked_kind(data, kind))
@@ -94,7 +94,7 @@ def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None)
 
 
 def holds(data: bytes, kind: type[AnyNoun]) -> bool:
-    """Return whether the `format` in the data names this type."""
+    """Return whether the data names the type `kind` in its field `format`."""
     try:
         return _checked_kind(data, None) is kind
     except FileError:

@@ -3,9 +3,9 @@
 *Round robin* (TensorFlow's default): whole tensors, the i-th one on server
 i mod k.
 
-*Equal*: every tensor is partitioned into k pieces of (nearly) the same size, one per server, so every server holds and
-sends the same number of bytes at any moment. Pieces begin at multiples of 8 bytes, which keeps every element whole; a
-tensor with fewer than 8 bytes per server goes to the server with the fewest bytes.
+*Equal*: every tensor is partitioned into k pieces of (nearly) the same size, one for each server. So at any moment, all
+servers hold equally many bytes, and send equally many bytes. Pieces begin at multiples of 8 bytes, which keeps every
+element whole; a tensor with fewer than 8 bytes per server goes to the server with the fewest bytes.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper with its parts, by the label of the table or figure; calling a part computes it.
+    """A paper with its parts. The label of a table or figure maps to a function that computes the part.
 
     `constants` has every number that the paper does not print, and says what it is
     fitted to or why it is assumed. `left_out` has every part that is
@@ -83,12 +83,12 @@ class Paper:
 
 
 def claim(table: str, row: str, column: str, holds: Sequence[bool]) -> Cell:
-    """Return the cell of a claim in words; `holds` says in which of the checked cases the claim holds."""
+    """Return the cell of a claim in words; `holds` says of each checked case whether the claim holds in it."""
     return Cell(table, row, column, 1.0, sum(holds) / len(holds))
 
 
 def select(paper: Paper, table: int | None = None, figure: int | None = None) -> list[str]:
-    """Return the labels of all parts, or only the labels of the table and the figure with the given numbers."""
+    """Return the labels of the table and the figure with these numbers, or without numbers, of all parts."""
     if table is None and figure is None:
         return list(paper.parts)
     wanted = {f"Table {table}", f"Fig. {figure}"}

@@ -1,10 +1,10 @@
 """TicTac: Accelerating Distributed Deep Learning with Communication Scheduling (Hashemi et al., SysML 2019).
 
-The two settings are from section 6. *env_G* has one K80 per worker on Azure with 10 Gbps, and *env_C* has CPUs on 1
-GbE. Whole variables are assigned to servers in turn. The baseline pulls the variables in a random order. Training is
-timed from barrier to barrier, and inference from the first pull to the end of the forward pass. Nothing is fitted. The
-paper prints no compute time for env_C: a forward pass is assumed to take as long as its transfers, because the order
-matters most then.
+The paper's section 6 describes two settings. *env_G* has one K80 per worker on Azure with 10 Gbps, and *env_C* has CPUs
+on 1 GbE. Whole variables are assigned to servers in turn. The baseline pulls the variables in a random order. Training
+is timed from barrier to barrier, and inference from the first pull to the end of the forward pass. Nothing is fitted.
+The paper prints no compute time for env_C: a forward pass is assumed to take as long as its transfers, because the
+order matters most then.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _stragglers() -> Part:
 
 
 def _tic_and_tac() -> Part:
-    """Compute the throughput of TIC and of TAC (Fig. 15), but in env_G."""
+    """Compute the throughput of TIC and of TAC (Fig. 15), in env_G instead of the paper's env_C."""
     tic, tac = ([_gain("inference", model, 1.0, 4, 1, name) for model in _TABLE_1] for name in ("tic", "tac"))
     near = [abs(a / b - 1) < 0.05 for a, b in zip(tic, tac, strict=True)]
     curves = {"TIC": (list(_TABLE_1), tic), "TAC": (list(_TABLE_1), tac)}

@@ -1,9 +1,8 @@
 """The figure of timelines, one below the other on one time axis.
 
-[Note: few traces, few bars] A plotly figure becomes slow with many traces and
-many bars. All timelines therefore share one figure, with one trace per kind of
-span. Spans narrower than a pixel are drawn together (`coalesce`), so the number of
-bars depends on the pixels of a lane and not on the number of ops.
+[Note: few traces, few bars] A plotly figure becomes slow with many traces and many bars. All timelines therefore share
+one figure, with one trace per kind of span. Spans narrower than a pixel are drawn together (`coalesce`), so the number
+of bars depends on the width of the figure in pixels, and not on the number of ops.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LANE = 0.88
 
 
 def _begins_with(timelines: Sequence[Timeline]) -> str:
-    """Return the first pass of an iteration: "backward", or "forward" if the forward pass gathers parameters."""
+    """Return the pass that begins an iteration: "backward", or "forward" if it gathers parameters."""
     spans = [span for timeline in timelines for span in timeline.spans if span.kind in ("forward", "backward")]
     return min(spans, key=lambda span: span.start_s).kind if spans else "backward"
 
@@ -41,9 +40,9 @@ def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) 
     """Return the figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
     Each timeline has a lane for computation, where idle gaps are hatched, and a lane for the network. A solid line
-    marks the end of the iteration. Predicted timelines also have a dashed line at the lower bound. Measured timelines
-    show single iterations; if the number of a timeline is in `single`, the time of its iteration is left out, because
-    the page has the median time.
+    marks the end of the iteration. Predicted timelines also have a dashed line at the lower bound. A measured timeline
+    shows a single iteration. If the timeline's number is in `single`, the iteration's time is left out, because the
+    page has the median time.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))

@@ -116,7 +116,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     `measured` is the timeline of one iteration if the plan was traced. If the task has a wire format, `rounded` is the
     fraction of the gradients' bytes that the plan sends in this format. `plan` is the plan that legato's runtime ran,
-    or whose buckets DDP used; otherwise `plan` is None.
+    or the plan whose buckets DDP used; without such a plan, it is None.
     """
 
     scheduler: str

@@ -1,10 +1,10 @@
 """How sure a prediction is, judged by the errors of predictions for measured steps of the same kind.
 
 `LIKE` summarizes published steps by kind. The measured steps are not in the package; `python benchmarks/whole_jobs.py
---open FILE` computes the summary. The spread of a source (a publication with measured steps) covers the errors of four
-of five of its steps, and the spread of a kind is the largest spread of its sources. A kind with fewer than three
-sources gets at least the largest spread of all sources with parameters like this kind's, sharded or unsharded.
-docs/whole_jobs.md says how often such intervals hold for steps of a new source.
+--open FILE` computes the summary. The spread of a source (a publication with measured steps) is so large that it covers
+the prediction errors of four fifths of the source's steps. The spread of a kind is the largest spread of its sources.
+If a kind has fewer than three sources, its spread is at least the spread of every source that shards (or does not
+shard) parameters as the kind does. docs/whole_jobs.md says how often such intervals hold for steps of a new source.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Kind(NamedTuple):
 class Like(NamedTuple):
     """For one kind: the numbers of measured steps and of their sources, and the spreads of two sorts of predictions.
 
-    A spread of x means that four of five steps took 1 / (1 + x) to 1 + x times the predicted time. For `fitted`, the
-    predictions use an efficiency fitted to another step of the same source; for `preset`, they use the preset's
+    A spread of x means that 80% of the steps took between 1 / (1 + x) and 1 + x times the predicted time. For `fitted`,
+    the predictions use an efficiency fitted to another step of the same source; for `preset`, they use the preset's
     efficiency.
     """
 
@@ -84,7 +84,7 @@ def kind_of(job: Job, layer_s: float) -> Kind:
 
 
 def is_default(machine: Machine) -> bool:
-    """Return whether the efficiency is a preset's; it may have been fitted to steps of another framework."""
+    """Return whether the efficiency is a preset's. (A preset may have been fitted to steps of another framework.)"""
     return machine.name in MACHINES and machine.efficiency == MACHINES[machine.name].efficiency
 
 

@@ -1,13 +1,13 @@
 """The base Transformer (Vaswani et al. 2017): 6 + 6 layers, width 512, 8 heads, and MLPs of width 2048.
 
-`transformer` is PACE's model, from MXNet's Sockeye: normalization before each block and after the last block, no biases
-in attention, one matrix for query, key and value of self-attention, and embeddings that share nothing. So PACE's model
-has the 164 tensors of PACE's Table II. The vocabulary (31,000 words on both sides) is inferred from the 91.8 million
-parameters, and sentences are assumed to have 32 words.
+`transformer` is PACE's model, from MXNet's Sockeye. It normalizes before each block and after the last block, has no
+biases in attention, computes query, key and value of self-attention with one matrix, and shares no embeddings. So
+PACE's model has the 164 tensors of PACE's Table II. The vocabulary (31,000 words on both sides) is inferred from the
+91.8 million parameters, and sentences are assumed to have 32 words.
 
 `transformer-shared` is the original model, in which both embeddings and the output layer share one table (37,000 words,
-section 5.1). So this tensor has three readers. The original model has 63.1 million parameters, although the paper's
-Table 3 says 65 million.
+section 5.1). So three parts of the model read this tensor. The original model has 63.1 million parameters, although the
+paper's Table 3 says 65 million.
 """
 
 from __future__ import annotations

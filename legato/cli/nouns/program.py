@@ -1,4 +1,4 @@
-"""Programs of traced jobs: `legato import --program` writes them, and `legato simulate` predicts their steps."""
+"""Programs of traced jobs, which `legato import --program` writes and whose steps `legato simulate` predicts."""
 
 from __future__ import annotations
 

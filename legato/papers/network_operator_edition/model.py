@@ -1,9 +1,8 @@
 """The paper's traces, rebuilt from what the paper prints, and their simulation.
 
-*Literal* uses only published inputs: sizes from Table 2, and forward and backward
-times from Table 3, distributed over the layers in proportion to the zoo's times.
-The backward pass up to the first gradient takes no time, since the paper's traces
-begin with the first gradient. The auxiliary classifier of Inception is not sent
+*Literal* uses only published inputs: sizes from Table 2, and forward and backward times from Table 3, distributed over
+the layers in proportion to the zoo's times. In the simulation, the first gradient is ready when the backward pass
+begins, since the paper's traces begin with the first gradient. The auxiliary classifier of Inception is not sent
 (section 5).
 
 *Fitted* changes one constant per model: the backward time becomes the time that the

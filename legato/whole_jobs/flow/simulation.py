@@ -30,7 +30,7 @@ _MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
-    """A communication: when the last worker started it, when its turn came and its latency began, and when it ended."""
+    """A communication: when the last worker started it, when its turn came (its latency began), and when it ended."""
 
     started_s: float
     begin_s: float
@@ -57,7 +57,7 @@ class LaneTimes:
 
 
 def run(quotient: Quotient, free: Container[int] = ()) -> list[LaneTimes]:
-    """Return the times of each class of identical workers; the communications with numbers in `free` take no time.
+    """Return the times of each class of identical workers; communications whose numbers are in `free` take no time.
 
     Raises `TooLargeError` on too many classes.
     """
@@ -135,7 +135,7 @@ class _Run:
         self.afters.extend([after] * len(befores))
 
     def _walk(self, worker: int, step: int, last: int) -> tuple[_Walk, int]:
-        """Add services for a worker's actions in a step, after the service `last`; return these and the last of them.
+        """Add services for a worker's actions in a step, after the service `last`; return them and the last one.
 
         A program waits, within a step, for all communications that it starts in this step.
         """

@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Successive exchanges during computing: they may begin after `after_s` seconds of it, and run for `seconds`."""
+    """Successive exchanges that can run during `seconds` of computing, from `after_s` seconds of computing on."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of a pass: computing, exchanges during the computing (`beside`), and exchanges after it (`behind`)."""
+    """A piece of a pass: computing, exchanges during this computing (`beside`), and exchanges after it (`behind`)."""
 
     computing_s: float = 0.0
     beside: tuple[Beside, ...] = ()
