@@ -1,8 +1,8 @@
 """`legato.distribute`: train by a given plan, or make the plan from the first steps of training.
 
 docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. Making a plan neither loses a training
-step nor repeats one. If no plan can be made (for example, because no two observed steps ran the same ops), DDP sends
-the gradients on all ranks, and rank 0 prints the reason.
+step nor repeats one. If no plan can be made (for example, because gradients are complete in another order in each
+step), DDP sends the gradients on all ranks, and rank 0 prints the reason.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Precision(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A module that runs once in a step, and that every wrapping puts whole into one group.
+    """A module that runs once in a step, and that no wrapping splits between groups.
 
     `gathered` are the bytes of its parameters in an all-gather, `gradients` the bytes of its gradients as computed, and
     `scattered` the bytes of its gradients in a reduce-scatter. `gradients` and `scattered` are 0 if the unit is frozen.

@@ -755,7 +755,7 @@ class SubstituteScaler(torch.amp.GradScaler):
         return optimizer
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-        """Handle, and maybe change, the numbers in `found_inf`, which are nonzero if a gradient is infinite or NaN."""
+        """Handle the numbers in `found_inf` (nonzero if a gradient is infinite or NaN), and change them if needed."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         found = super()._unscale_grads_(self.substitutes(optimizer), inv_scale, found_inf, allow_fp16)
