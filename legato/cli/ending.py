@@ -1,6 +1,7 @@
-"""How a command fails or is interrupted: one line on standard error, an exit status, and a second Ctrl-C is ignored.
+"""How a command fails or is interrupted: it prints one line, sets an exit status, and ignores a second Ctrl-C.
 
-`main` imports this module before the slow imports, so all that this module imports needs only the standard library.
+`main` imports this module before the slow imports. So this module imports only modules that need nothing but the
+standard library.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _end_undisturbed() -> None:
-    """Make the interpreter ignore Ctrl-C while it ends. Its end removes signal handlers, but not `SIG_IGN`."""
+    """Make the interpreter ignore Ctrl-C while it ends. As Python ends, it removes handlers, but keeps `SIG_IGN`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # CPython reports a signal whose handler is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # If a KeyboardInterrupt was raised inside `exec` (where dataclasses are made), `python -m` sends itself a SIGINT at

@@ -32,7 +32,7 @@ _STATES = {"fp32": 12, "bf16": 14, "fp16": 14}
 
 @dataclass(frozen=True)
 class Estimate(Computes):
-    """The options about the device, and about the time that it computes."""
+    """The options that describe the device, and how long the device computes."""
 
     batch_size: int | None = setting(
         None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
@@ -132,7 +132,7 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
-    """Return the named model, with the changes to its shape that the options `given` make."""
+    """Return the named model, with its shape changed by the options in `given`."""
     from legato import zoo
     from legato.zoo.language.models import MODELS
 

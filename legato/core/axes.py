@@ -1,8 +1,8 @@
 """A table of the axes of networks and fabrics: all properties that a user can choose, with their names.
 
-Each axis is an option of `legato simulate` and `legato sweep`, and a value in each cell of a sweep. A sweep can vary an
-axis that has a `column`: `column` is the heading in tables, and such an axis can also be an axis of plots. To add an
-axis, add a row to this table, and a field to `Network` or to a fabric, from which the simulator reads the value.
+Each axis is an option of `legato simulate` and `legato sweep`. In a sweep, each simulation has one value of each axis.
+A sweep can vary an axis that has a `column`, which is its heading in tables; plots can then show this axis too. To add
+an axis, add a row to this table, and a field to `Network` or to a fabric, from which the simulator reads the value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Axis:
         return self.default if self.parse is None or self.default is None else self.parse(self.default)
 
     def say(self, text: str) -> str:
-        """Return the words for titles that say the axis has this value; `text` is the value as a user would type it."""
+        """Return the words with which titles name a value of the axis; `text` is the value as a user would type it."""
         return self.words.format(text, s="" if text == "1" else "s")
 
 

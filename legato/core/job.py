@@ -178,7 +178,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def expert_parts(self) -> int:
-        """Return into how many parts a layer's experts are divided; `tensor` workers share each part."""
+        """Return the number of parts into which a layer's experts are divided; `tensor` workers share each part."""
         return self.expert // self.tensor if self.expert_fold else self.expert
 
     @property
@@ -187,12 +187,12 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ("tensor", "context", "expert") if self.expert_fold else ("expert",)
 
     def offset(self, stage: int, gpus_per_host: int) -> int:
-        """Return the number of a stage's first GPU in its host. Equal offsets mean equal use of hosts."""
+        """Return the position of a stage's first GPU in its host; stages with equal positions use hosts alike."""
         inside: list[int] = [getattr(self, name) for name in self.order[self.order.index("pipeline") + 1 :]]
         return stage * math.prod(inside) % gpus_per_host
 
     def placements(self, names: Iterable[str], gpus_per_host: int, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Return the placements of groups of workers along these dimensions; a placement has each worker's host.
+        """Return the placements of groups of workers along these dimensions: for each group, the host of each worker.
 
         Equal placements are listed once, and hosts are counted from the host of the group's first worker. `names` may
         contain names of `DIMENSIONS`, `expert`, and `replica` (`data` divided by `expert`). If a `stage` is given, only
@@ -224,7 +224,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The properties of a framework that change a step.
 
     - `flash`: attention keeps its scores in the kernel. Without `flash`, attention writes scores to memory, and also
-      computes masked products.
+      computes the products for masked pairs of tokens.
     - `fused_softmax`: without `flash`, scale, mask and softmax are one kernel; otherwise each is a kernel, in 32 bits.
     - `dropout`: there is dropout after attention's softmax and before each residual addition.
     - `fused`: a chain of elementwise operations is one kernel; otherwise each operation is a kernel, and norms compute
@@ -232,7 +232,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `fused_loss`: each worker computes the loss of its part of the logits, in 16 bits; otherwise torch's cross entropy
       reads all logits, in 32 bits, on every worker.
     - `gradient_nbytes`: the bytes of each element of a gradient that is added up. `sent_nbytes`: the bytes of each
-      element that is sent, if different.
+      element when it is sent, if this number differs.
     - `hidden`: the collectives that run during computation. `tensor` means the collectives of the backward pass that
       belong to matrices divided by columns; `tensor:forward` means all other tensor-parallel collectives, which run
       piece by piece during the matrix product before or after the collective. `data` means gradients and gathers of
@@ -365,7 +365,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     `recompute` says what the backward pass computes again: attention's `core`; every second matrix product and all
     elementwise operations (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard` says
-    what is divided among data-parallel workers: it has the values of `Plan.shard`, and `parameters`. With `replicas`,
+    what is divided among data-parallel workers: one of the values of `Plan.shard`, or `parameters`. With `replicas`,
     the data-parallel workers form this number of groups of neighbours, and each group shards the model within itself
     (HSDP). Raises `InputError` if the numbers do not fit each other (`tensor` must divide the heads, for example), or
     if a chunk has nothing to compute. Raises `TooLargeError` if a step has over four million passes of micro-batches
@@ -477,13 +477,13 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
 
     @property
     def uneven(self) -> bool:
-        """Return whether chunks differ in layers, with and without embeddings and output layer as layers."""
+        """Return whether chunks differ in size, whether or not the embeddings and the output layer count as layers."""
         whole = [self.split[0] + 1, *self.split[1:-1], self.split[-1] + 1]
         return len(set(self.split)) > 1 and len(set(whole)) > 1
 
     @cached_property
     def divided(self) -> Mesh:
-        """Return the mesh; if there are replicas, its `expert` is the number of workers that share a replica."""
+        """Return the mesh, in which, if there are replicas, `expert` is the number of workers that share a replica."""
         mesh = self.mesh
         return mesh if self.replicas == 1 else msgspec.structs.replace(mesh, expert=mesh.data // self.replicas)
 
@@ -493,7 +493,7 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
     def group(self, *names: str, stage: int | None = None) -> WorkerGroup:
-        """Return the workers of a collective along these dimensions of the mesh, in `stage` or, if None, in all stages.
+        """Return the workers of a collective along these dimensions of the mesh, in one stage or (None) in all stages.
 
         If groups are placed differently on their hosts, the result describes the slowest group, since all others wait
         for it.

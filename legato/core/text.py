@@ -55,7 +55,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) ->
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    """Return a table as an HTML element for notebooks, which set its colours."""
+    """Return a table as an HTML element for notebooks. The table has no colours of its own, but the notebook's."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         style = [f"padding: 2px 8px; text-align: {'right' if k < right else 'left'}" for k in range(len(cells))]

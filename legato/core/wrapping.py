@@ -53,9 +53,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.wrapping/1"):
     """A plan for fully sharded training: groups of modules in the order in which the forward pass runs them.
 
-    Parameters of modules that are in no group belong to the root group, which is gathered first and kept.
-    `forward_prefetch` and `backward_prefetch` are the numbers of next groups that each group prefetches
-    (`set_modules_to_forward_prefetch`); with 0, FSDP2 itself chooses what to prefetch. `buffers` is
+    Parameters of modules that are in no group belong to the root group, which is gathered first, and kept until the
+    backward pass has used it. `forward_prefetch` and `backward_prefetch` say how many of the groups after it each group
+    prefetches (`set_modules_to_forward_prefetch`); with 0, FSDP2 itself chooses what to prefetch. `buffers` is
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
     `replicas` times (HSDP). The gradients of `micro_batches` micro-batches are accumulated in one step and reduced as
     `sync` says. `workload_id` is the identity of the workload for which the wrapping was planned. Raises `InputError`
@@ -104,7 +104,7 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         )
 
     def _repr_html_(self) -> str:
-        """Return the groups as a table for notebooks (only the first if there are many), and the lines of torch."""
+        """Return a table of the groups (only the first groups if there are many), and PyTorch code, for notebooks."""
         rows = [
             [str(k), str(len(group.modules)), str(reshard), shorten(", ".join(group.modules), 90)]
             for k, (group, reshard) in enumerate(zip(self.groups, self.reshards(), strict=True))
@@ -195,13 +195,13 @@ def _parts(path: str) -> tuple[str, int, str]:
 
 
 def _shape(paths: Sequence[str]) -> list[tuple[str, int, str]]:
-    """Return paths with numbers minus the first path's number. Groups that differ only by a number become equal."""
+    """Return the parts of paths, with numbers relative to the first: groups that differ by a number become equal."""
     parts = [_parts(path) for path in paths]
     return [(before, number - parts[0][1], behind) for before, number, behind in parts]
 
 
 def _lines(groups: Sequence[Sequence[str]], reshard: str) -> list[str]:
-    """Return code for groups that differ only by a number: a line for each, or a loop over `k` from three on."""
+    """Return code for groups that differ only by a number: a line each, or a loop over `k` for three or more groups."""
     starts = [_parts(paths[0])[1] for paths in groups]
     step = starts[1] - starts[0] if len(starts) > 1 else 0
     counted = all(_parts(path)[1] >= 0 for path in groups[0])
@@ -217,7 +217,7 @@ def _range(start: int | str, stop: int | str, step: int = 1) -> str:
 
 
 def _list(paths: Sequence[str], base: int | None = None) -> str:
-    """Return code for a list of paths. With a base, numbers become `k` plus their distance from the base."""
+    """Return code for a list of paths. If `base` is given, a number is written as `k` plus its distance from `base`."""
 
     def number(n: int) -> str:
         return str(n) if base is None else "k" if n == base else f"k {'-' if n < base else '+'} {abs(n - base)}"

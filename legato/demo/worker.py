@@ -49,7 +49,7 @@ class Trainee:
         self.block_s: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Train `count` steps, and return the seconds per iteration, between the starts of backward passes."""
+        """Train `count` steps; return the mean seconds from the start of one backward pass to the start of the next."""
         torch.set_rng_state(self._random)
         dist.barrier()
         began = []
@@ -144,7 +144,7 @@ def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) 
 
 
 def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
-    """Return the traced iteration of median length of each training, named as in `result.measured_names`."""
+    """Trace both trainings, and return the iteration of median length of each, named as in `result.measured_names`."""
     with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
         ddp.steps(TRACED)
     with attachment(ours.wrapped).trace() as under_plan:

@@ -1,1 +1,1 @@
-"""Fully sharded training (FSDP2): a model of its rules, a planner for its groups, and a lower bound."""
+"""Fully sharded training (FSDP2): a model of how FSDP2 runs, a planner of its groups of modules, and a lower bound."""

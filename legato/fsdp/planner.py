@@ -1,4 +1,4 @@
-"""The search for groups of modules for fully sharded training: deterministic hill climbing from regular starts.
+"""The search for groups of modules for fully sharded training: deterministic hill climbing from simple layouts.
 
 The order of FSDP2's collectives is fixed, so a wrapping (a choice of groups) is evaluated in one pass, and nothing has
 to be scheduled. The search chooses where groups begin, whether each group's parameters are resharded or kept after its
@@ -35,7 +35,7 @@ Score = tuple[bool, float, float]  # (False, seconds, bytes) if the layout fits,
 
 
 def by_unit(chain: Chain, state: int = RESHARD) -> Layout:
-    """Return the usual layout without a plan: each unit is a group, and only the last group is not resharded."""
+    """Return the layout that is usual without a plan: each unit is a group, and only the last group is kept."""
     begins = tuple(chain.starts)
     return Layout(begins, (*(state for _ in begins[1:]), KEEP))
 
@@ -107,7 +107,7 @@ def _starts(chain: Chain) -> Iterator[Layout]:
 
 
 def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yield layouts with the same groups and depths, but more choices of how many groups are resharded, and how far."""
+    """Yield each layout, and variants in which other groups are kept, resharded within a node, or resharded fully."""
     for layout in layouts:
         yield layout
         kept = (*_KEPT, *(round(part * len(layout.begins)) for part in _IN_NODE))
@@ -116,7 +116,7 @@ def _refined(chain: Chain, layouts: Iterable[Layout]) -> Iterator[Layout]:
 
 
 def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node: Iterable[float]) -> Iterator[Layout]:
-    """Yield layouts that keep the last groups, reshard a part of the others to the node, and the rest fully."""
+    """Yield layouts that keep the last groups, reshard some groups within a node, and reshard all others fully."""
     count = len(begins)
     for most in sorted({min(k, count) for k in kept}):
         for part in in_node if chain.node is not None else (0.0,):
@@ -125,7 +125,7 @@ def _stated(chain: Chain, begins: tuple[int, ...], kept: Iterable[int], in_node:
 
 
 def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
-    """Yield partitions: each unit as a group, then groups of a minimum size, with the first unit alone or not."""
+    """Yield divisions into groups: each unit alone, then groups of a minimum size, with the first unit alone or not."""
     yield tuple(chain.starts)
     sizes = [chain.units[u].gathered for u in chain.held]
     total, least = sum(sizes), min(sizes)
@@ -142,7 +142,7 @@ def _partitions(chain: Chain) -> Iterator[tuple[int, ...]]:
 
 
 def _climb(known: _Known, layout: Layout, limit: float) -> Layout:
-    """Improve a layout until no move is a gain, or too many were tried. Moves in distant groups are made together."""
+    """Improve a layout until no move is a gain, or too many were tried. Moves in several groups are combined."""
     score, evaluated = known.score(limit), 0
     while evaluated < _EVALUATED / _CLIMBED:
         moves = [*_moves(known.chain, layout)]

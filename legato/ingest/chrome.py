@@ -10,7 +10,8 @@ also pass a decoder of the whole file.
 backslashes or control characters (a Windows path, a dictionary, `<module>` of a notebook). If no guess makes a run
 valid, these values are repaired and counted: a number that is not valid becomes `null`, and an invalid string is read
 character by character. A string ends at a quote before a closing bracket, or before a comma and a key. A name may
-contain such quotes, so it ends only before the end of the event, or before a key that events have.
+itself contain a quote before a bracket or a key. So a name ends only at a quote before the end of the event, or before
+a key that events have.
 """
 
 from __future__ import annotations

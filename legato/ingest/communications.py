@@ -169,7 +169,7 @@ def _largest(kind: str, group: tuple[int, ...], same: Sequence[TracedTransfer], 
 
 
 def _named(purpose: str) -> str:
-    """Return the kind of communication that a group's name implies; otherwise the name ("" if it is a default)."""
+    """Return the kind of communication that a group's name implies, or else the name itself ("" for a default name)."""
     name = purpose.lower()
     words = set(re.split(r"[^a-z]+", name))
     kinds = [kind for kind, known in _WORDS.items() if words & known]

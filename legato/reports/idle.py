@@ -56,12 +56,12 @@ def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
 
 
 def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float, dict[str | None, float]]]:
-    """Return (start, end, seconds by message) of every gap; under None are the seconds without a message in flight.
+    """Return (start, end, seconds by message) of every gap; the key None has the seconds without a message in flight.
 
-    If a message ends when the gap ends, it is the cause of all the time in the gap with a message in flight. (If
-    several messages end then, the cause is the one that started last.) Otherwise, each moment is divided equally among
-    the messages in flight. The rest of a gap is not communication: in a measured timeline, the host was late with the
-    next op.
+    If a message ends when the gap ends, this message is the cause of all time in the gap during which any message is in
+    flight. (If several messages end then, the cause is the one that started last.) Otherwise, each moment is divided
+    equally among the messages in flight. The rest of a gap is not communication: in a measured timeline, the host was
+    late with the next op.
     """
     messages = [s for s in timeline.spans if s.worker == worker and s.kind == "message"]
     messages.sort(key=lambda span: span.start_s)
@@ -107,7 +107,7 @@ def _largest_first(found: list[Wait]) -> list[Wait]:
 
 
 def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], bool]:
-    """Return the waits of the drawn worker, longest first, and whether they are named by tensors, not by messages.
+    """Return the waits of the drawn worker, longest first, and whether each wait names a tensor instead of a message.
 
     If a plan has the timeline's name and messages, the cost of each message is divided among its tensors in proportion
     to their bytes.

@@ -3,8 +3,8 @@
 `EmulatedModel` is a module with the workload's parameters. The model's forward pass reads its parameters where the
 workload's ops do. The model's backward pass produces gradients of the real sizes, in the workload's order, through
 autograd, so hooks, buckets and reducers work as in any training. Between reads and gradients nothing is computed: the
-host sleeps until the emulated device is done. `EmulatedOptimizer` also sleeps for the time of its ops. The models do
-not learn, because gradients are constants.
+host sleeps until the emulated device is done. `EmulatedOptimizer` sleeps for the time of the workload's optimizer ops.
+The models do not learn, because gradients are constants.
 
 [Note: the device's clock] A host launches work on an accelerator, and continues before the accelerator has finished
 this work. The device is idle only while it waits for a gradient or a parameter. Therefore the end of an op is
@@ -64,7 +64,7 @@ class Clock:
         self._asked = time.perf_counter()
 
     def meet(self) -> None:
-        """Mark the end of a wait for the network, in which the device waited like the host."""
+        """Mark the end of a possible wait for the network; if the host waited, the device also waited."""
         now = time.perf_counter()
         if now - self._asked > _AT_ONCE_S:
             self.busy_until = max(self.busy_until, now)
@@ -79,7 +79,7 @@ class _Stretch(NamedTuple):
 
 
 class _Backward(Function):
-    """The autograd function of one stretch of the backward pass; the forward pass applies the last stretch first."""
+    """The autograd function of a stretch of the backward pass. The forward pass applies these functions in reverse."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -145,7 +145,7 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """An optimizer that takes the time of a workload's optimizer ops; an op runs when all its parameters had a step.
+    """An optimizer that takes the time of a workload's optimizer ops; an op runs when its last parameter is updated.
 
     If the optimizer has only some elements of the tensors of an op (some `parameters`, or shards), it takes only that
     fraction of the op's time.
@@ -169,7 +169,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.partial = parameters is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Run the ops whose last missing parameters are given; return when the time of these ops has passed."""
+        """Run each op for which no parameter is missing any more, and return when the time of these ops has passed."""
         self.clock.meet()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -225,7 +225,7 @@ def _backward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
 
 
 def _updates(workload: Workload) -> list[_Stretch]:
-    """Split the optimizer ops; an op without a gradient belongs to the next op that has one."""
+    """Split the optimizer ops after every op that updates tensors; ops after the last such op belong to its part."""
     reads: dict[int, list[int]] = {}
     for t, tensor in enumerate(workload.tensors):
         for r in tensor.readers:

@@ -91,7 +91,7 @@ class Step:
 
     @property
     def interval(self) -> Interval | None:
-        """Return the interval of seconds for four of five such steps, or None if no measured step is of this kind."""
+        """Return an interval in which four of five such steps lie, or None if no measured step is of this kind."""
         return interval(self.kind, self.job.machine, self.seconds)
 
     @property
@@ -168,8 +168,8 @@ def predict(job: Job) -> Step:
 def floor_s(job: Job) -> float:
     """Return a lower bound on the seconds of a step.
 
-    A worker cannot begin before a forward pass has run through all earlier stages. When the worker has done its work
-    (except for delayed gradients of weights), a backward pass still has to run through these stages. For every schedule
+    A worker cannot begin before a forward pass has run through all earlier stages. After the worker's own work (without
+    delayed gradients of weights), a backward pass still has to run through the earlier stages. For every schedule
     except GPipe, bubbles are no longer than these two passes, so the bound is close to the step itself.
     """
     stages, workers = _stages(job), job.mesh.pipeline

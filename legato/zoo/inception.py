@@ -1,4 +1,4 @@
-"""The modules of all Inception models; a module is a table of branches, and concatenates their outputs."""
+"""The modules of all Inception models. A table lists the branches of a module, whose outputs are concatenated."""
 
 from __future__ import annotations
 

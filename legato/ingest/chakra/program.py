@@ -39,7 +39,7 @@ class RankGraph(NamedTuple):
     def of(
         cls, order: Sequence[TraceNode], computing: Set[int], collectives: Mapping[int, tuple[str, int | None]]
     ) -> RankGraph:
-        """Return the graph with nodes by their dependencies; nodes without computation come as early as possible."""
+        """Return the graph, with nodes in order of dependencies, and nodes without computation as early as possible."""
         behind: dict[int, int] = {}  # by node, how many computing nodes run before it
         latest: dict[object, int] = {}
         computed = 0

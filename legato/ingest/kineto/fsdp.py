@@ -5,8 +5,8 @@ and inside each hook the work of FSDP2 itself (`FSDP::all_gather (layers.0)`). T
 host launches from the group's pre-forward hook to its post-forward hook, and from its pre-backward hook to its
 reduction. If groups are nested, computation belongs to the innermost group. Computation outside all groups belongs to
 the root, whose marks name no module. The hook of a list of modules runs before each module of the list, but the hook's
-name lists the modules in the order of `named_modules()`. Time in which a device waits for its host counts with the
-computation after it, because this time does not depend on the groups.
+name lists the modules in the order of `named_modules()`. The time in which a device waits for its host is added to the
+next computation, because this time does not depend on the groups.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Walk:
             self.states.append(_State(own[-1] if own else None, hook, path, opened.get(path, behind)))
 
     def _begin(self, mark: _Mark, opened: dict[str, int], behind: int) -> int:
-        """Open or close a group; return the number of the last group before the root's next computation, or -1."""
+        """Open or close a group; return the number of the group before the root's next computation (-1 for none)."""
         what, path, backward = mark.what, mark.path, self._backward(mark.start_s)
         if what == "root_pre_forward" and not backward:
             self.batches += 1

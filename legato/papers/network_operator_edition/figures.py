@@ -1,4 +1,4 @@
-"""Compute Figures 3 to 12, in the fitted mode. The paper prints no values of the figures, so its claims are checked."""
+"""Compute Figures 3 to 12, in the fitted mode. The paper prints no values for them, only claims, which are checked."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _synthetic_speedups(module: str) -> dict[str, list[float]]:
 
 
 def _ranking(label: str, row: str, gains: dict[str, list[float]]) -> Cell:
-    """Check the ranking of section 8.7, in which a fabric may be as fast as the next one.
+    """Check the ranking of section 8.7: each fabric has to be faster than the next one, or about as fast.
 
     The ranking is ring, multicast with aggregation, butterfly, multicast, and aggregation.
     """

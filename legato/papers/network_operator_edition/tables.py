@@ -141,7 +141,7 @@ def _even_shares() -> Part:
 
 
 def _barrier() -> Part:
-    """Compute the time of two iterations, from one sum of the first parameter to the sum after the next (Table 9)."""
+    """Compute the time of two iterations, between sums of the first parameter two iterations apart (Table 9)."""
     cells = []
     for model, published in TABLE_9.items():
         for mode in MODES:
@@ -199,7 +199,7 @@ def _toy() -> Part:
 
 
 def _text() -> Part:
-    """Compute numbers and statements in the text, in the fitted mode if they depend on the mode."""
+    """Compute the numbers and statements in the paper's text, in the fitted mode where the mode matters."""
     vgg = job("VGG-16", "literal")
     whole = run(vgg, "ring-whole", gbps=10).iteration_s
     largest = max(tensor.nbytes for tensor in vgg.tensors) * 8 / 1e9

@@ -1,8 +1,8 @@
 """The watchdog: when a message fails, it finds out which ranks are missing and what the other ranks are doing.
 
 docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the process group's
-store, and writes reports and answers to it. Only this thread accesses the store. So if the store hangs with rank 0,
-which hosts it (unless torchrun does), the other ranks still end in time.
+store, and writes reports and answers to it. Only this thread accesses the store. Rank 0 hosts the store, unless
+torchrun does. If rank 0 and the store hang, the other ranks still end in time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Watchdog:
                 time.sleep(0.05)
 
     def explain(self) -> str:
-        """Return why the process ends, if the network failed in DDP or in the program itself; else an empty string."""
+        """Return an explanation if the process ends with a network error of DDP or the program; else an empty one."""
         error = _last_error()
         if self._raised is not None or isinstance(error, LegatoError) or not isinstance(error, RuntimeError):
             return ""

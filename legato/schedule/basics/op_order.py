@@ -66,7 +66,7 @@ def parts(workload: Workload) -> dict[int, int]:
 
 
 class _Nearest:
-    """A search for the update that needs the least further computation. An op stands for the part that has its name."""
+    """A search for the update that needs the least further computation. Each op here is the name of a part."""
 
     def __init__(self, workload: Workload, part_of: dict[int, int]) -> None:
         period = Period.of(workload)
@@ -108,7 +108,7 @@ class _Nearest:
                     return op
 
     def _see(self, op: int) -> None:
-        """Compute how much more computation an op needs, if it waits only for ops that are done or passed."""
+        """Compute how much more computation an op needs; each op for which it waits is done, or was visited before."""
         needs = {op} if self.duration[op] else set()
         needs.update(*(self.needs[dep] for dep in self.waits[op] if dep in self.undone))
         for other in needs:
@@ -144,7 +144,7 @@ def _whole_durations(workload: Workload) -> list[int]:
 
 
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
-    """Return all ops of a period in an order in which the backward pass finishes the updates in the given order.
+    """Return all ops of an iteration, ordered so that the backward pass finishes the updates in the given order.
 
     Of all orders that the control dependencies of stage 2 allow, this order is closest to the captured one. Optimizer
     and forward ops keep their order in `Workload.iteration_order`.

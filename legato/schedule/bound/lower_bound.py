@@ -46,8 +46,9 @@ ARGUMENTS: tuple[type[Argument], ...] = get_args(Certificate)
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A proof that no schedule takes less than `seconds` for one iteration.
 
-    `kind` is the kind of plans for which the bound is proved, if it is wider than the requested kind, and otherwise
-    None. With `at_floors`, every message is assumed to cost only as much as the smallest possible message.
+    `kind` is None if the bound is proved for just the requested kind of plans. Otherwise, `kind` is the wider kind for
+    which the bound is proved. With `at_floors`, every message is assumed to cost only as much as the smallest possible
+    message.
     """
 
     seconds: float
@@ -78,15 +79,15 @@ def lower_bound(  # noqa: PLR0913
     """Return the largest bound that the arguments prove for the sets tried.
 
     The bound holds for every plan that `legato.simulator.collective` accepts with the same `compute` and `shard`, if
-    `order` allows the plan's `op_order`. The bound is sharper if it only has to hold for plans of all-reduces
-    (`sends="all_reduces"`), or for plans that also send reduce-scatters and all-gathers in pairs with the same slices
-    (`"pairs"`), as all sharded plans do. With `shard` and `step_last`, the bound holds only for plans with all
-    optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with messages in a wire
-    format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left out, because it
-    takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans (`wider_kinds`)
-    also holds for the narrower kind. So with up to 64 tensors, a thorough bound is never below the bound of a wider
-    kind with the same `wire`. If the kinds differ only in `sends`, this holds for up to 4,096 tensors. Raises
-    `InputError` if a setting is unknown, and `TooLargeError` if there are too many ops.
+    `order` allows the plan's `op_order`. The bound is sharper if it has to hold for fewer plans: with
+    `sends="all_reduces"`, only for plans of all-reduces; with `"pairs"`, also for plans with pairs of a reduce-scatter
+    and an all-gather of the same slices, as in all sharded plans. With `shard` and `step_last`, the bound holds only
+    for plans with all optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with
+    messages in a wire format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left
+    out, because it takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans
+    (`wider_kinds`) also holds for the requested kind. So a thorough bound is never below the bound of a wider kind with
+    the same `wire`, with up to 64 tensors, or up to 4,096 if the kinds differ only in `sends`. Raises `InputError` if a
+    setting is unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)
     own = PlanKind(order, sends, shard, step_last, wire)

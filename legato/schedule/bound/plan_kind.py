@@ -19,7 +19,7 @@ Sends = Literal["all_reduces", "pairs", "halves"]
 
 
 def check_sends(sends: Sends) -> None:
-    """Raise `InputError` on an unknown `sends`, since the bound would hold for no plan."""
+    """Raise `InputError` if `sends` is unknown, because no plan would be of such a kind."""
     if sends not in get_args(Sends):
         raise unknown_name("sends", sends, get_args(Sends))
 

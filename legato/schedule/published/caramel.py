@@ -13,10 +13,10 @@ is idle.
 
 *Scheduling* (4.3, "greedy 2D bin packing") packs the messages into the backward pass and the next forward pass, which
 no longer waits for the last message. A message may be sent after the last of its gradients is ready, and before the
-first of its gradients is read. The largest messages are placed first, each in the first place where it fits: (1) within
-the backward pass, as early as its gradients allow; (2) within the forward pass, as late as its readers allow. (3) A
-message that fits in neither pass may extend past the end of the backward pass, or begin before the forward pass,
-whichever lengthens the iteration less (the backward pass if both are equal).
+first of its gradients is read. The largest messages are placed first. If a message fits into the backward pass, it is
+sent there, as early as its gradients allow. Otherwise, if it fits into the forward pass, it is sent there, as late as
+its readers allow. A message that fits in neither pass extends past the end of the backward pass, or begins before the
+forward pass, whichever lengthens the iteration less (the backward pass if both are equal).
 
     computation | backward pass ......... |<- added time ->| forward pass ........ |
     network       | a |  | b || c |         | d  ||    e   |      | f ||   g   |
@@ -113,7 +113,7 @@ def caramel(  # noqa: PLR0913
 
 
 def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
-    """Return the tensors in the order in which gradients become ready; equal ones stay in the workload's order."""
+    """Return the tensors in the order in which gradients become ready; ties keep the workload's order."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
 
@@ -179,8 +179,8 @@ def batches(
 def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
     """Return the cheapest number of chunks for a message: at most `MAX_DEPTH`, with `threshold` or more bytes each.
 
-    The result is 1 if the cluster has no cost for more chunks, because it was measured at no other depth, or because
-    the collective cannot be pipelined.
+    The result is 1 if the cluster has no cost for more chunks, because more chunks were not measured, or because the
+    collective cannot be pipelined.
     """
     return min(
         (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),

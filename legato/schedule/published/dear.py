@@ -13,7 +13,7 @@ Deviations:
 - DeAR never divides a module. Here a group is filled tensor by tensor, in the order in which the forward pass reads the
   tensors.
 - DeAR launches an all-gather when the forward pass reaches the previous group. A plan has no such event: each
-  all-gather starts when the previous all-gather has ended, which is never later.
+  all-gather starts when the previous all-gather has ended, which is never later than in DeAR.
 - DeAR tunes its buffer size during training (Bayesian optimisation); here it is an option.
 """
 
@@ -52,9 +52,9 @@ def dear(
     """Return a plan that sends every group twice: all reduce-scatters, then all all-gathers, with forward overlap.
 
     Several tensors form a group if they have less than `buffer_bytes` and at most `max_message_bytes` together;
-    `buffer_bytes=1` turns fusion off. The default `collective` is the cluster's first one that can be sent in halves.
-    Raises `InputError` if `buffer_bytes` is below 1, `max_message_bytes` is below 16, or the cluster lacks the
-    collective. Raises `PlanError` if the collective, or every collective of the cluster, has no halves.
+    `buffer_bytes=1` turns fusion off. The default `collective` is the cluster's first one that can be sent in these two
+    halves. Raises `InputError` if `buffer_bytes` is below 1, `max_message_bytes` is below 16, or the cluster lacks the
+    collective. Raises `PlanError` if the collective, or every collective of the cluster, cannot be sent in halves.
     """
     name = resolve_collective(in_halves(cluster, collective, "dear"), collective)
     most = message_limit(max_message_bytes)

@@ -12,11 +12,11 @@ compare with it, used 5 ms and 64 MiB.
 
 Deviations:
 - A plan says which tensors are sent together and in which order, and has no clock. The messages are those that the
-  cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore
-  that a message waits for its tick, up to a cycle after its last gradient. Predictions also ignore the cost of the
+  cycles form with the captured op times, if the first tick is at the start of the backward pass. Predictions ignore the
+  wait from a message's last gradient to the next tick (up to a cycle). Predictions also ignore the cost of the
   negotiation. So predicted iterations are too short by the waits and the cost of negotiation.
-- Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the thread itself sends, so a long
-  message delays the next tick.
+- Ticks continue while messages are being sent, as with NCCL. With MPI or Gloo, the background thread itself sends
+  messages, so a long message delays the next tick.
 - A workload has only one dtype, and there is no response cache.
 """
 

@@ -24,7 +24,7 @@ class Budget:
         self._parent: Budget | None = None
 
     def part(self, fraction: float) -> Budget:
-        """Return a new budget with this fraction of the work that is left; its work also counts in this budget."""
+        """Return a new budget with this fraction of the work that is left; its work is also taken from this budget."""
         part = Budget(self.work * fraction)
         part._stop_at, part._parent = self._stop_at, self
         return part

@@ -22,7 +22,7 @@ _log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of the scheduler `legato`, which documents them, and values derived from the arguments."""
+    """The arguments of the scheduler `legato` (documented there), and values derived from these arguments."""
 
     workload: Workload
     cluster: Cluster
@@ -57,7 +57,7 @@ class Problem:
         return too_many_tensors(len(self.workload.tensors))
 
     def budget(self, fraction: float = 1.0) -> Budget:
-        """Return a budget for a fraction of the work."""
+        """Return a budget with this fraction of the work that the whole search may do."""
         return Budget(self.work * fraction, self.limit_s)
 
     def warn_if_cut(self, budget: Budget) -> None:

@@ -34,7 +34,7 @@ class Fragments:
     """Fragments in the order in which they are sent. Arrays have one entry per fragment.
 
     `message` is the index of a fragment's message in the plan, and `server` is its parameter server. `order` is the
-    fragment's place among all fragments, which decides between fragments that are ready at the same time.
+    fragment's place among all fragments: of fragments that are ready at the same time, the first is sent first.
     """
 
     slices: tuple[tuple[Slice, ...], ...]
@@ -58,8 +58,8 @@ def fragment(
 ) -> Fragments:
     """Return the fragments of messages, which are given with their indices in the plan.
 
-    If a message has no server, `placement` maps each tensor to its server. If `placement` is None, all tensors are in
-    one place. Raises `TooLargeError` on more than a million fragments.
+    If a message has no server, `placement` maps each tensor to its server. If `placement` is None, messages are not
+    divided by server. Raises `TooLargeError` on more than a million fragments.
     """
     groups = list(_groups(messages, placement, message_bytes))
     _check_number(groups, message_bytes)

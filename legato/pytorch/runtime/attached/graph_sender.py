@@ -77,7 +77,7 @@ class GraphSender:
     # ---- forward graphs -----------------------------------------------------------
 
     def late_message_of(self, parameter: nn.Parameter) -> int:
-        """Return the position of the message for which the parameter may wait in a compiled forward pass, or -1."""
+        """Return the position of the message for which the parameter may wait in a compiled forward pass (-1: none)."""
         slot = self._slot(parameter)
         if slot is None or not self.reducer.delivery.overlaps or not self.reducer.readers.may_wait(parameter):
             return -1

@@ -137,7 +137,7 @@ class Delivery:
         self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if slot.gradient != EARLY])
 
     def _prepare_buffer(self, bucket: Bucket) -> None:
-        """Wait until the buffer can be written: it may still be in flight with unused averages, or in an all_gather."""
+        """Wait until the buffer can be written: a message with averages that nothing read may still be in flight."""
         self.messages.wait(bucket)
         if bucket.gathered is not None:
             self.messages.wait(bucket.gathered)
@@ -163,7 +163,7 @@ class Delivery:
         self.messages.launch(bucket)
 
     def after_pass(self) -> None:
-        """Wait for averages that code may read without a gate; a gate waits for each other average when it is read."""
+        """Wait for averages that code may read without a gate. For all others, a gate waits when they are read."""
         self._come_home()
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
@@ -171,7 +171,7 @@ class Delivery:
         self._module_calls.begin()  # gates may change the kernels that other code runs
 
     def _read_without_gate(self) -> Sequence[Slot]:
-        """Return the parameters that have no gate, or whose `.grad` is also held by another object (or its memory)."""
+        """Return the parameters that have no gate, or whose `.grad` (or its memory) is also held by another object."""
         with gate.invisible():
             # True if another object has a view of a bucket; a collective made of rounds has one while it is in flight.
             viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
@@ -212,7 +212,7 @@ class Delivery:
             self._watch.enter_context(on_compilation(self._watch_no_longer))
 
     def install_gate(self, slot: Slot) -> None:
-        """Install a gate, so that the parameter waits until it is read."""
+        """Install a gate, which brings the parameter up to date when it is read."""
         gate.install(slot, self.resolve, self.zero, self._at_look)
 
     def _look(self) -> None:
@@ -234,10 +234,10 @@ class Delivery:
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 
-        An update also updates every other parameter whose gradient has arrived, because one call of the optimizer costs
-        less than a call for each parameter. If the parameter's own gradient is still in flight, the other parameters
-        are updated first. Inside the backward pass, a gradient that was sent keeps the value of this rank: the user's
-        hooks see the same value under DDP. Several threads may call this method.
+        The same call of the optimizer also updates every other parameter whose gradient has arrived, because one call
+        costs less than a call for each parameter. If the parameter's own gradient is still in flight, the other
+        parameters are updated first. Inside the backward pass, a gradient that was sent keeps the value of this rank:
+        the user's hooks see the same value under DDP. Several threads may call this method.
 
         Raises `RankError` if gradients are sharded.
         """
@@ -321,7 +321,7 @@ class Delivery:
                     gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
-        """Take parameters from the queue, up to the first that needs a bucket after `last` which has not arrived."""
+        """Take parameters from the queue, until one needs a bucket after `last` and its gradient has not arrived."""
         taken = []
         while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
             taken.append(self.pending.popleft())
@@ -409,7 +409,7 @@ class Delivery:
         self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
 
     def _ask(self, flags: Mapping[Any, Tensor]) -> None:
-        """Note for each key whether any rank had a gradient. If one had, the sum of the ranks' flags is not 0."""
+        """Note for each key whether any rank had a gradient; if so, the key's flag, summed over the ranks, is not 0."""
         if flags:
             counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
             self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))

@@ -15,7 +15,7 @@ _POLL_S = 1e-4
 
 
 class Arrivals:
-    """A thread that polls the trailers of one receiver's values. A trailer ends a transfer, so it arrives last.
+    """A thread that polls the trailers of one receiver's values. A trailer is the last part of a transfer to arrive.
 
     `previous` describes the previous iteration: the number of transfers that arrived out of order, and the seconds from
     the start of the iteration to each arrival.
@@ -77,7 +77,7 @@ class Arrivals:
 
 
 def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:
-    """Count the transfers that arrived before a transfer of the same server that is earlier in `order`.
+    """Count the transfers that arrived too early: before a transfer of their server that precedes them in `order`.
 
     `seen` has groups of transfers, in order of arrival; the transfers of one group were observed at the same time.
     """

@@ -1,11 +1,12 @@
 """The search for groups of gradients that are sent in two halves (`groups.py`).
 
-Four ways to rank the halves are tried on groups of equal sizes and on the groups of other plans. The first two ways
-send reduce-scatters before all-gathers, in ready order (DeAR) or in the order in which the forward pass reads the
-groups. The third prefers all-gathers. The fourth prefers both halves of groups that are read earlier (priorities). The
-best groups are improved at random: neighbouring groups are merged or divided, and borders are moved. Finally, the
-orders of the halves and of the updates are changed. In the changed orders, the network and the stream may stay idle
-until a more urgent half or update is ready.
+A ranking says which half is sent first if several are ready. Four rankings are tried, on groups of equal sizes and on
+the groups of other plans. The first two rankings send reduce-scatters before all-gathers, in ready order (DeAR) or in
+the order in which the forward pass reads the groups. The third ranking prefers all-gathers. The fourth ranking prefers
+both halves of groups that are read earlier (priorities). The best groups are improved at random: neighbouring groups
+are merged or divided, and borders are moved. Finally, the orders of the halves and of the updates are changed. In the
+changed orders, the network may stay idle until a more urgent half is ready, and the stream until a more urgent update
+is ready.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -51,8 +52,8 @@ def plans_in_groups(
 ) -> Iterator[Plan]:
     """Yield plans from the search, until one takes at most `enough_s`, or the rounds or the budget are spent.
 
-    `starts` has the groups of other plans, at least one, the best first. For groups in `arranged`, only the orders of
-    halves and updates are changed.
+    `starts` has the groups of other plans, at least one, the best first. `arranged` has more groups, each with the
+    orders of its halves and updates; of these, only the orders are changed.
     """
     search = _Search(period, not problem.cluster.unpack_s_per_byte, enough_s, random.Random(problem.seed), arranged)
     first, *others = starts
@@ -74,8 +75,8 @@ def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arra
 def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator[Groups]:
     """Yield groups of about equal sizes, in the order in which gradients are ready.
 
-    Groups of whole tensors come first, and then, with `partition`, groups that divide tensors. In both cases, numbers
-    of groups close to `near` come first.
+    Groups of whole tensors come first, and then, with `partition`, groups that divide tensors. In both cases, divisions
+    into about `near` groups come first.
     """
     counts = sorted(_COUNTS, key=lambda count: max(count / near, near / count))
     workload = period.workload

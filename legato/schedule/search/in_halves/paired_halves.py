@@ -1,8 +1,8 @@
-"""Plans that send each message in two halves, and each half at the time that is best for the iteration.
+"""Plans that divide each message into two halves, and send each half when it is best for the iteration.
 
-If the startup time of a message is a considerable part of the iteration, few messages are sent, and all computation
-waits for the last message. So each message is tried in two halves, a reduce-scatter during the backward pass and an
-all-gather when its result is needed.
+If the startup time of a message is a considerable part of the iteration, fast plans have few messages, and all
+computation waits for the last message. To shorten this wait, the search divides each message into two halves, a
+reduce-scatter during the backward pass and an all-gather when its result is needed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _STATE = np.dtype(
 
 
 class _Flows(NamedTuple):
-    """All flows. Service i lags its flow `flow_of[i]` by `lag_s[i]` seconds; flow f has `nbytes[f]` bytes.
+    """All flows. Service i runs `lag_s[i]` seconds later than its flow `flow_of[i]`; flow f has `nbytes[f]` bytes.
 
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
@@ -55,11 +55,11 @@ def run_fair(
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`
-    (`disturbances.py`), and `changes` lists the changes of links as (seconds, link, factor), in order of time. If there
-    are priorities, the services of a flow have the same `priority`, and higher priorities go first. On its link,
-    service i uses `weight[i]` times the rate of its flow, as if it were `weight[i]` equally fast flows; if `weight` is
-    empty, the service uses just the rate. Weights cannot be combined with priorities.
+    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, `profiles` says how computation slows
+    down (`disturbances.py`), and `changes` lists the changes of links as (seconds, link, factor), in order of time. If
+    there are priorities, the services of a flow have the same `priority`, and higher priorities go first. If `weight`
+    is empty, each service uses the rate of its flow on its link. Otherwise, service i uses `weight[i]` times this rate,
+    as `weight[i]` equally fast flows would. Weights cannot be combined with priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -174,7 +174,7 @@ def _rates_by_priority(links, first, capacity, priority):
 
 @compiled
 def _links_of(records, active, by_flow, first):
-    """Return the arguments `links` and `first` of `fair_rates` for active flows, and a service for each link."""
+    """Return the arguments `links` and `first` of `fair_rates` for active flows, and a service on each of the links."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
     for f in active:
@@ -225,7 +225,7 @@ def _next_s(states, waiting, active, now):
 
 @compiled
 def _moved(states, active, now, until):
-    """Let all active flows send up to a moment, and return (flows that go on, flows that end)."""
+    """Let all active flows send bytes from `now` to `until`, and return (flows that go on, flows that end)."""
     moving, ended = [0][:0], [0][:0]
     for f in active:
         flow = states[f]

@@ -10,11 +10,11 @@ service B in one of two ways:
 
 *After* and *cut through* are enough for all fabrics. A transfer is a service on the sender's link, which releases a
 service on the receiver's link, cut through. In multicast, one service releases several services cut through. In
-in-network aggregation, several services release one, cut through or after. Computation is a service on no link. A
-barrier is a service that takes no time.
+in-network aggregation, several services release one service, cut through or after. Computation is a service on no link.
+A barrier is a service that takes no time.
 
-A link that is faster than the previous link of a transfer is busy only for its own `work_s`, although the last bytes
-pass later. Until these bytes pass, the faster link can serve other services.
+If a transfer crosses a slow link and then a faster link, the faster link is busy only for its own `work_s`, although
+the last bytes pass later. Until these bytes pass, the faster link can serve other services.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ SERVICE = np.dtype(
 class Services(NamedTuple):
     """A graph of services in the form that the engine runs, with `num_links` links.
 
-    Service i releases `successors[first_i : first_i + count_i]`. Each entry is id << 1, plus 1 if the service is
-    released cut through.
+    Service i releases `successors[first_i : first_i + count_i]`. Each of these entries is twice a service's id, plus 1
+    if this service is released cut through.
     """
 
     records: NDArray[Any]
@@ -66,8 +66,8 @@ class Services(NamedTuple):
 class ServiceProfiles(NamedTuple):
     """The profiles of services in the engine's form, for links and workers that disturbances slow down.
 
-    Service i has the profile `profile_of[i]`, or none (-1). Profile p is `start_s` and `factor` at `first[p]:first[p +
-    1]`. If nothing is disturbed, `profile_of` is empty.
+    Service i has the profile `profile_of[i]`, or none (-1). Profile p has the entries `first[p]:first[p + 1]` of
+    `start_s` and `factor`. If nothing is disturbed, `profile_of` is empty.
     """
 
     profile_of: NDArray[np.int32]
@@ -80,7 +80,7 @@ NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.e
 
 
 class Trips(NamedTuple):
-    """Transfers from a worker to itself: each service i on a link is a trip, which can stand for many transfers.
+    """Transfers from a worker to itself. Each service i on a link is called a trip, and can stand for many transfers.
 
     Trip i has `laps[i]` equal laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
     seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The

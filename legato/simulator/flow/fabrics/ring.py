@@ -1,7 +1,7 @@
 """Two variants of the ring from the Network Operator Edition (8.2.1 and 8.4).
 
-Without messaging, a whole fragment of M bytes goes around the ring of n workers in 2 (n-1) hops, one after another;
-each fragment starts at a different worker. With multicast, the first half is the usual ring
+In the ring without messaging, a whole fragment of M bytes goes around the ring of n workers in 2 (n-1) hops, one after
+another; each fragment starts at a different worker. In the ring with multicast, the first half is the usual ring
 (`legato.collectives.ring`), and then each worker multicasts the sum that it holds.
 """
 

@@ -28,10 +28,11 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """The times of an `Iteration` (unroll.py) on the simulated workers; of identical workers, only one is simulated.
+    """The times of an `Iteration` (unroll.py) on the simulated workers (only one of several identical workers).
 
     `forward_s` and `backward_s` [segment, worker] are the starts of segments. `computed_s` is the end of the last
-    forward op. All other times are when a step of a fragment or message ended.
+    forward op. Each other time is the end of a step: when a fragment or message was launched, summed, released or
+    received.
     """
 
     forward_s: Times
@@ -110,8 +111,8 @@ class ComputeTimes:
 class Transfers:
     """All transfers on links. The outgoing link of worker w is 2w, and its incoming link is 2w + 1.
 
-    A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` longer than its bytes
-    do.
+    A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` in addition to this
+    time.
     """
 
     link: NDArray[np.int32]
@@ -146,7 +147,7 @@ class MessageTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
-        """Return when fragments are in flight to be summed, then to be distributed (all at once after a barrier)."""
+        """Return when fragments are in flight: to be summed, then to be distributed (after a barrier, all at once)."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
         if unrolled.fabric.in_flight is not None:  # other messages wait until the message has arrived everywhere
             received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
@@ -236,7 +237,7 @@ class FlowResult:
         return self._edge("backward", first=False)
 
     def _edge(self, half: str, *, first: bool) -> Times:
-        """Return when the first op of a half starts, or its last op ends, in each iteration on each worker ([K, W])."""
+        """Return, by [iteration, worker], when the first op of a pass (`half`) starts, or when its last op ends."""
         times = [self.compute.op_times(half, k) for k in range(self.iterations)]
         return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
 

@@ -44,7 +44,7 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """A slowdown of one link or worker by `factor` from `start_s` to `end_s`, or a standstill (`math.inf`).
+    """A slowdown of one link or worker by `factor` from `start_s` to `end_s`; a factor of `math.inf` is a standstill.
 
     `kind` says what is slow: "link" (both directions of a worker's link), "server" (a server's link), "uplink" (all
     links between a leaf and its spines), "spine" (all links of a spine) or "compute" (a worker's computation). `number`
@@ -151,7 +151,7 @@ class Profiles:
 
     @classmethod
     def of(cls, disturbances: Iterable[Disturbance], links_of: Callable[[str, int], Iterable[int]]) -> Profiles:
-        """Return a profile for each disturbed link and worker. `links_of` returns the links of a kind and a number."""
+        """Return a profile for each disturbed link and worker. `links_of(kind, number)` returns the disturbed links."""
         links: dict[int, list[Disturbance]] = {}
         compute: dict[int, list[Disturbance]] = {}
         for one in disturbances:
@@ -172,8 +172,8 @@ class Profiles:
     ) -> ServiceProfiles:
         """Return the profiles of services.
 
-        `link` has the link of each service. `computing` has pairs of arrays: the ids of services that compute, by
-        [segment, rank], and the worker of each rank.
+        `link` has the link of each service. Each pair in `computing` has two arrays: the ids of the services that
+        compute, by [segment, rank], and the worker of each rank.
         """
         if not self:
             return NO_PROFILES
@@ -198,7 +198,7 @@ class Profiles:
 
 
 def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
-    """Raise `InputError` on too many disturbances, or if one is of a link, worker or switch beyond those `there`."""
+    """Raise `InputError` on too many disturbances, or on one whose number is not below `there[kind]`."""
     if len(disturbances) > _MOST_DISTURBANCES:
         raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
     for one in disturbances:
