@@ -86,7 +86,7 @@ def _search(
 
 
 def _of_job(name: str, /, how: Shown) -> None:
-    """Print how much time better machines would save a job that keeps its layout."""
+    """Print how much faster a job would be on better machines, with the same layout."""
     from legato.whole_jobs.step import predict
 
     keep_apart([Path(name)], report=how.report)

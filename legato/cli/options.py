@@ -110,8 +110,8 @@ ShardAll = Annotated[
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
     typer.Option(
-        help="Round float32 gradients to two bytes for sending: either as few as the fastest iteration allows "
-        "(bf16, fp16), or all gradients, as torch's compression hooks do (all-bf16, all-fp16)."
+        help="Round float32 gradients to two bytes for sending. bf16 and fp16 round only the gradients that must be "
+        "rounded for the fastest iteration; all-bf16 and all-fp16 round all, as torch's compression hooks do."
     ),
 ]
 Fidelity = Annotated[
@@ -153,7 +153,7 @@ PlanTimeline = Annotated[
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """Return the field for one option in a dataclass of options; `typer.Option` gets the help, the flags and `more`."""
+    """Return a dataclass's field for one option; the help, the flags and `more` are passed on to `typer.Option`."""
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
 
 
@@ -196,9 +196,10 @@ class Options:
         return any(one.name in self.typed for one in dataclasses.fields(group))
 
     def run(self, face: Callable[..., None], *nouns: Any, wrong: str) -> None:
-        """Call `face`, the function of the command for one kind of input, with the options that the user typed.
+        """Call `face`, the command's function for one kind of input, with the options that the user typed.
 
-        Raises `InputError`, with the text `wrong` at the end of its message, if `face` lacks one of these options.
+        Raises `InputError`, with `wrong` at the end of its message, if the user typed an option that `face` does not
+        have.
         """
         _, groups = _read(face)
         takes = {one.name for group in groups.values() for one in group.options}
@@ -208,7 +209,7 @@ class Options:
 
 
 def taken_by(*faces: Callable[..., None]) -> Group:
-    """Return a group of all options of these functions, one per kind of input; the group's value is an `Options`."""
+    """Return a group of all options of `faces`, one function for each kind of input; its value is an `Options`."""
     every = (one for face in faces for group in _read(face)[1].values() for one in group.options)
     return Group(list({one.name: one for one in every}.values()), lambda **typed: Options(typed))
 
@@ -256,7 +257,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
-    """Return a phrase for the number of messages in flight on these fabrics, or none if every fabric has servers."""
+    """Return a phrase that says how many messages can be in flight, or no phrase if every fabric has servers."""
     for fabric in fabrics:
         if not fabric.servers:
             number = fabric.in_flight

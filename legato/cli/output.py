@@ -214,7 +214,7 @@ def note(text: str) -> None:
 
 
 def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Say if a name is old.
+    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Print a note on an old name.
 
     Raises `InputError` on any other name, such as the detailed fidelity of another kind of input.
     """

@@ -96,7 +96,7 @@ def trace(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers: the senders in a .csv, or the number of .et files (NAME.0.et and so on).",
+            help="Number of workers: each is a sender in a .csv, or has its own .et file (NAME.0.et and so on).",
             min=1,
             max=2**16,
         ),
@@ -111,7 +111,7 @@ def trace(
 
     The input files are the same as for [bold]legato report[/]; a workload adds arrows from gradients to their messages.
     An output file NAME.et is a Chakra trace of one plan's execution, for other simulators. An output file NAME.csv
-    lists a workload's sends in the five columns of the Network Operator Edition; it allows no timeline and no plan.
+    lists a workload's sends in the five columns of the Network Operator Edition; for it, give no timeline or plan.
 
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """

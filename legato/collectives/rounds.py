@@ -34,7 +34,7 @@ class Round(NamedTuple):
 
 
 def back(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """Return a second half that reverses the first half in time: receivers send blocks back, to one rank per round."""
+    """Return a second half, the first half backwards: receivers send blocks back, to only one rank per round."""
     return tuple(
         one._replace(
             senders=range(one.senders.start + shift, one.senders.stop + shift, one.senders.step), shifts=(-shift,)
@@ -89,9 +89,10 @@ class Algorithm(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Return whether a message can be sent in two halves: each rank has the sum of a part after the first half.
+        """Return whether messages can be sent in two halves, so that each rank has the sum of one part in between.
 
-        Then its cost also depends on the depth, the number of chunks of a message (`legato.simulator.pipelining`).
+        The cost of a message in halves also depends on the number of its chunks, the depth
+        (`legato.simulator.pipelining`).
         """
         return self.rounds(2).parts > 1
 
@@ -107,7 +108,7 @@ class Algorithm(NamedTuple):
         return hops * latency + (further + more) * send, sent / parts
 
     def half(self, ranks: int, latency: float, byte: float) -> tuple[float, float]:
-        """Return (alpha, beta) of the second half (an all-gather), or of a first half whose additions take no time."""
+        """Return (alpha, beta) of one half: the second (an all-gather), or the first if adding takes no time."""
         parts, _, (rounds, _, sent) = _loads(self, ranks)
         return rounds * latency, byte * sent / parts
 
@@ -151,7 +152,7 @@ def steps(algorithm: Algorithm, rank: int, ranks: int) -> tuple[tuple[Step, ...]
 
 @functools.lru_cache(1024)
 def _loads(algorithm: Algorithm, ranks: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """Return the number of parts, and three numbers per half: rounds, sends after another send, parts sent."""
+    """Return the number of parts and, for each half, the rounds, the sends beyond one per round, and the parts sent."""
     parts, *halves = algorithm.rounds(ranks)
     first, second = (
         (

@@ -92,9 +92,9 @@ def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
 
 
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
-    """Return the layout of a message of a sharded plan ([Note: shards]), and the most elements of tensors in one chunk.
+    """Return the layout of a sharded plan's message ([Note: shards]), and the elements of tensors in the fullest chunk.
 
-    Slices are cut at the ends of chunks, and every slice has a flag.
+    Slices are cut at the ends of chunks, and every slice has an element (a flag) that counts the ranks with a gradient.
     """
     share, unit = -(-message.nbytes // element_size // ranks), _ALIGNED_ELEMENTS * element_size
     parts: list[list[Slice]] = [[]]
@@ -146,8 +146,8 @@ def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
 def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
     """Return the partitioned tensors with gradients that are not contiguous in memory and must be assembled.
 
-    `sizes` has the bytes of each whole tensor, by name. A reduce-scatter has the same number of elements for each of
-    the `ranks`.
+    `sizes` has the bytes of each whole tensor, by name. A reduce-scatter gives each of the `ranks` the same number of
+    elements.
     """
     # All-gathers use the buffers of their reduce-scatters.
     owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]

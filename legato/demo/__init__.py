@@ -66,7 +66,7 @@ def run(
 def run_servers(
     model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
 ) -> ServerResult:
-    """Train one model on this many parameter servers with every order of pulls in turn. See `run` for the rest."""
+    """Train one model on `servers` parameter servers, once with each order of pulls. See `run` for the rest."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -130,7 +130,7 @@ def rows(result: ModelResult) -> list[dict[str, Any]]:
 
 
 def advice(result: ModelResult) -> str:
-    """Return sentences that compare DDP with legato (measured and predicted) and with better buckets (predicted)."""
+    """Return sentences that compare DDP with legato (measured, predicted) and with better bucket sizes (predicted)."""
     predicted_s = {row["scheduler"]: row["iteration_s"] for row in result.rows}
     ours = measured_names(result.plan)[1]
     sentences = [

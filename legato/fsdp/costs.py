@@ -30,12 +30,12 @@ class Hosts(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """The costs of one rank's collectives, each as a function of the bytes of the whole group.
+    """The costs of one rank's collectives, each as a function of a group's bytes on all ranks together.
 
-    The model is sharded over `ranks`. `gather_in_host` is the cost of gathering parameters that were resharded to one
-    host among the ranks of this host. `all_reduce` adds up shards of gradients among replicas, and is None without
-    replicas. `copy_s_per_byte` is the time to copy a byte into or out of a buffer, and `host_s` the CPU time for one
-    group in a step.
+    The model is sharded over `ranks`. If parameters were resharded to the ranks of one host, `gather_in_host` is the
+    cost of gathering them. `all_reduce` adds up shards of gradients among replicas, and is None without replicas.
+    `copy_s_per_byte` is the time to copy a byte into or out of a buffer, and `host_s` the CPU time for one group in a
+    step.
     """
 
     ranks: int
@@ -51,10 +51,10 @@ class Costs(msgspec.Struct, frozen=True):
         """Return the costs on a cluster whose workers hold `replicas` sharded copies of a model.
 
         A gather or a reduce-scatter takes half as long as the cluster's default collective takes to all-reduce the same
-        bytes. For a gather among fewer ranks, the cost is scaled as a ring's cost. If the cluster is derived from a
-        bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that share a host use
-        the links inside the host. Raises `InputError` if the replicas, or the GPUs of a host, do not divide the
-        workers, or if each replica has only one rank.
+        bytes. For a gather among fewer ranks, the cost shrinks as much as the cost of a ring would. If the cluster is
+        derived from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks that
+        share a host use the links inside the host. Raises `InputError` if the replicas, or the GPUs of a host, do not
+        divide the workers, or if each replica has only one rank.
         """
         if cluster.default_collective == PARAMETER_SERVER:
             raise InputError(f"collective: {PARAMETER_SERVER} (expected one of workers: FSDP2 has no servers)")
@@ -126,7 +126,7 @@ def _ring(ranks: int, latency_s: float, bandwidth_bps: float) -> LinearCost:
 
 
 def _scaled(all_reduce: LinearCost, workers: int, ranks: int) -> LinearCost:
-    """Return half of this all-reduce's cost, scaled from `workers` to `ranks` as a ring's cost would be."""
+    """Return half of an all-reduce's cost among `workers`, scaled to `ranks` by the ratio of the costs of two rings."""
     hops, share = RING.half(workers, 2.0, 2.0)
     own = RING.half(ranks, all_reduce.alpha_s / hops, all_reduce.beta_s_per_byte / share)
     return LinearCost(*own, all_reduce.floor_s / 2, off=all_reduce.off)

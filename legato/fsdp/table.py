@@ -66,9 +66,9 @@ class Sharding:
 
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
     None means no limit. Each host has `gpus_per_host` GPUs, connected by links of `local_bandwidth_bps` bits per
-    second, and `gpus_per_card` of them share a network card. By default, `precision` is the workload's, with float32
-    parameters and reductions. `host_s` is the CPU time in seconds for one group in a step. A `machine` of
-    whole jobs sets the hosts, cards, links and latencies; the cluster then gives only the number of workers. Raises
+    second, and `gpus_per_card` of them share a network card. By default, `precision` follows the workload, but
+    parameters and reductions are in float32. `host_s` is the CPU time in seconds for one group in a step. A `machine`
+    of whole jobs sets the hosts, cards, links and latencies; the cluster then gives only the number of workers. Raises
     `InputError` on numbers out of range.
     """
 
@@ -257,7 +257,7 @@ def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: object, **opt
 
 
 class _Table:
-    """The rows for given units and costs. The optimizer takes `optimizer_s` for the whole model."""
+    """The rows for a model of these units, with these costs. The optimizer takes `optimizer_s` for the whole model."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class _Table:
         return limits
 
     def _parts(self, limits: Sequence[float]) -> list[Layout | None]:
-        """Return, for each limit, the fastest groups of parts of blocks, or None if there are too many parts."""
+        """Return, for each limit, the fastest groups if blocks may be divided, or None if there are too many parts."""
         if not len(self.units) < len(self.parts) <= _MOST_PARTS:
             return [None] * len(limits)
         self.finer = Chain(self.parts, self.costs, self.precision, self.chain.node)
@@ -420,7 +420,7 @@ class _OfWorkload(_Table):
             yield self._row(name, wrapping, sync=sync, units=units, costs=costs)
 
     def shared(self, replicas: int) -> tuple[Costs, Sequence[Unit]]:
-        """Return the costs and the units of a model with this number of replicas."""
+        """Return the costs, and the units (modules that run once), of a model with this number of replicas."""
         costs = self.costs if replicas == 1 else self.sharding.costs(self.cluster, replicas)
         return costs, self.units if replicas == 1 else units_of(self.workload, costs.ranks, self.precision)
 
@@ -430,7 +430,7 @@ class _OfWorkload(_Table):
         return (self.elements * self.precision.stored + trained * _STATE * _STATES) // ranks
 
     def _more_s(self) -> float:
-        """Return the seconds that all micro-batches except the first add to a step."""
+        """Return the seconds that a step takes longer because of the micro-batches after the first."""
         return (self.sharding.micro_batches - 1) * (self.workload.compute_s - self.optimizer_s)
 
     def _ddp(self) -> Row:

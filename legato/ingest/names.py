@@ -87,7 +87,7 @@ class Transfers:
     """The names of kernels and operators that move data between devices: legato's table, and the user's additions.
 
     `added` are texts `PATTERN=COLLECTIVE`. Kernels, operators and marks whose names match the regular expression belong
-    to this collective, such as `all-reduce`. Raises `InputError` if a text of `added` has another form.
+    to this collective, such as `all-reduce`. Raises `InputError` if a text in `added` does not have this form.
     """
 
     def __init__(self, added: Iterable[str] = ()) -> None:
@@ -104,18 +104,18 @@ class Transfers:
         return any(pattern.search(name) for pattern, _ in self.added)
 
     def can_be(self, kernel: str) -> bool:
-        """Return whether a kernel can be a transfer, given that a collective's operator or mark launched the kernel."""
+        """Return whether a kernel launched by a collective's operator or mark can be a transfer, not a computation."""
         return _COMPUTES.match(kernel) is None
 
     def suspects(self, kernel: str) -> bool:
-        """Return whether a kernel that is not known to move data has a name like kernels that move data."""
+        """Return whether a kernel is not known to move data, but has a name similar to kernels that do."""
         return not self.known(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
     def kind(self, names: Sequence[str]) -> str:
         """Return the kind of a collective from the names of its kernel, marks and operators.
 
-        If a name matches a pattern of the user, the pattern's kind is returned. Otherwise the last name of a known kind
-        decides; `send_recv` decides only if no name is of another kind.
+        If a name matches a pattern of the user, the pattern's kind is returned. Otherwise, the last name with a known
+        kind is used; the kind is `send_recv` only if no name has another kind.
         """
         if told := next((kind for pattern, kind in self.added if any(map(pattern.search, names))), None):
             return told
@@ -150,7 +150,7 @@ def is_integer(name: Any) -> bool:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words: `rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`, or `all ranks` if none."""
+    """Return words such as `ranks 0, 3, 5`, `ranks 0-7` or `ranks 0, 8, ..., 56`; `all ranks` for no ranks."""
     if not ranks:
         return "all ranks"
     steps = {b - a for a, b in itertools.pairwise(ranks)}

@@ -176,7 +176,7 @@ def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
 
 
 def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
-    """Return the utilization without these parts of Caramel; adding up gradients takes as long as in Fig. 13."""
+    """Return the utilization without these parts of Caramel, if gradients are added up at the speed of Fig. 13."""
     job, off = _job(model), dict.fromkeys(parts, False)
     cluster = Cluster.derive(
         workers, bandwidth_bps, _LATENCY_S, send_s=0.0, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE
@@ -219,7 +219,7 @@ def _depth_s(nbytes: float, depth: int) -> float:
 
 
 def _depths() -> Part:
-    """Compute transfer times by size, for several depths, the numbers of chunks (Fig. 13)."""
+    """Compute the times of transfers by size and by depth, which is the number of chunks (Fig. 13)."""
     sizes = [10.0 ** (e / 2) for e in range(6, 17)]
     depths = (1, 2, 4, 8)
     adaptive = [min(_depth_s(size, d) for d in range(1, MAX_DEPTH + 1)) for size in sizes]

@@ -7,8 +7,8 @@ for all models and bandwidths. Of TicTac, only the order of transfers is used: t
 fusion, in the order in which they are read.
 
 The compute time of VGG-16 is fitted (`VGG_SPEEDUP`). By the zoo's FLOPs, a batch of 64 for VGG-16 takes 1.09 s, which
-is longer than the communication at any bandwidth of Fig. 9. But the largest published gain is at 12 Gbps, where
-communication takes as long as computation if computation takes about half of 1.09 s.
+is longer than the communication at any bandwidth of Fig. 9. But the largest published gain is at 12 Gbps, which
+suggests that communication takes as long as computation there. This is true if computation takes about half of 1.09 s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The section of a sweep on the page: headline, table, and plots with one line per fabric and scheduler.
 
-As in the papers' figures, a plot has one panel for each cluster. A cluster has one value on each axis but the x axis.
+As in the papers' figures, a plot has one panel for each cluster. All points in a panel have the same value on every
+axis except the x axis.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
 
 
 def over(rows: Sequence[SweepRow]) -> str:
-    """Return words such as "over ring, ddp": to which fabric and scheduler speedups of these rows are relative."""
+    """Return words such as "over ring, ddp", which name the fabric and scheduler that speedups are relative to."""
     first = rows[0]
     parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
     parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []
@@ -113,12 +114,12 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
 
 
 def varying(rows: Sequence[SweepRow]) -> list[str]:
-    """Return the axes in which the rows differ, without the number of servers."""
+    """Return the axes on which the rows differ; the number of servers is not such an axis."""
     return [name for name in _AXES if len({row.axes[name] for row in rows}) > 1]
 
 
 def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
-    """Return a sentence on what is fastest, and on how many clusters, as pieces of (text, bold?)."""
+    """Return a sentence on what is fastest on how many clusters, in pieces: a text, and whether it is bold."""
     wins = _wins(rows)
     if not wins:
         return [("No cell has a result.", False)]
@@ -144,7 +145,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
 
 
 def _wins(rows: Sequence[SweepRow]) -> dict[Key, dict[Key, SweepRow]]:
-    """Return, for each line of the plots, its rows by cluster, but only for clusters where no other line is faster."""
+    """Return, for each line of the plots, its rows by cluster; clusters where another line is faster are left out."""
     every: dict[Key, dict[Key, tuple[float, SweepRow]]] = {}  # cluster -> line -> seconds and row
     for row in rows:
         if row.iteration_s is not None:

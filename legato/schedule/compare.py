@@ -117,8 +117,8 @@ def compare(  # noqa: PLR0913
     gradients. With `wire`, gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after
     each contestant. If no contestants are given, a scheduler is left out if the workload is too large for it, if it
     sends all-reduces in halves but the collective has no halves, or if its package is broken. `left_out(name, error)`
-    is then called. Raises `InputError` as `schedule` does, and if the cluster has parameter servers, but a message
-    limit, shards or a wire format is given. Raises `TooLargeError` if the workload has too many ops for a bound.
+    is then called. Raises `InputError` as `schedule` does, and if a message limit, shards or a wire format is given for
+    a cluster with parameter servers. Raises `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
     if cluster.servers:
@@ -183,10 +183,10 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the simplest of the plans that are within half a per cent of the fastest one.
 
     The simplest plan is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the
-    model leaves out what a message costs the host. DDP's plan comes first because the alternative would often be
-    `single`, which has the fewest messages, but slows down most if the network is slower than predicted. A plan is not
-    considered if it rounds more bytes than another of the fast plans, and the difference is over half a per cent of all
-    bytes. If any candidates are runnable, only runnable candidates are considered.
+    model leaves out what a message costs the host. DDP's plan comes first because the plan with the fewest messages is
+    often `single`, which slows down most if the network is slower than predicted. Plans are left out if they round more
+    bytes than another of the fast plans (over half a per cent of all bytes more). If any candidates are runnable, only
+    runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
@@ -216,7 +216,7 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
 
 
 class Contest(msgspec.Struct, frozen=True):
-    """The input of the planning for a tournament; with `overlap`, plans may have forward overlap."""
+    """The input for planning a tournament's contestants; with `overlap`, these plans may have forward overlap."""
 
     workload: Workload
     cluster: Cluster

@@ -21,9 +21,10 @@ KINDS = ("tensor", "context", "expert", "pipeline", "data", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of work: `seconds` by kind (computing, or exposed communication), and the bytes `sent` by kind and tier.
+    """The cost of work: for each kind of work its `seconds`, and for each kind and tier the bytes `sent`.
 
-    The tier is `host` or `network`.
+    A kind is computing or a kind of exposed communication. A tier is `host` or `network`: the links that carry the
+    bytes.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Cost:
         )
 
     def behind(self, seconds: float, hidden: bool = True) -> Cost:
-        """Return this cost less the `seconds` that other work hides (none if not `hidden`); the bytes do not change."""
+        """Return this cost without the `seconds` that other work hides (with `hidden`); the bytes do not change."""
         left = max(0.0, 1 - seconds / self.total_s) if hidden and self.total_s else 1.0
         return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
 
@@ -89,7 +90,7 @@ def price(kind: str, operation: Operation, machine: Machine, group: WorkerGroup,
 
 
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
-    """Return the cost of a ring all-gather or reduce-scatter of `nbytes` in all; if `halves` is 2, of an all-reduce.
+    """Return the cost of a ring all-gather or reduce-scatter of `nbytes` together; if `halves` is 2, of an all-reduce.
 
     The time is latency + halves x bytes x (g-1)/g / bus.
     """

@@ -24,7 +24,7 @@ _NOTHING = Passes()
 
 
 def passes(job: Job) -> list[list[tuple[Passes, int]]]:
-    """Return, for each stage, its passes over one micro-batch as parts in order, with the number of equal parts.
+    """Return, for each stage, the parts of its passes over one micro-batch, each with how often it is repeated.
 
     Backward passes include the gradients of weights, unless the schedule delays these (`zero-bubble`).
     """
@@ -50,7 +50,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
 
 
 def _received(job: Job, stage: int) -> Passes:
-    """Return a stage's gathers of received activations, of which each worker got a part (arXiv 2104.04473, 4.1)."""
+    """Return a stage's gathers of received activations: each worker received only a part (arXiv 2104.04473, 4.1)."""
     if not job.framework.divides_sends or job.sequence_parallel:
         return _NOTHING
     gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
@@ -60,14 +60,14 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def is_away(job: Job, stage: int) -> bool:
-    """Return whether, in any pipeline, the stage and the next one (after the last, the first) are on two hosts."""
+    """Return whether any pipeline has this stage and the next one on two hosts; the first stage follows the last."""
     one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
     placements = job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
     return any(hosts[one] != hosts[other] for hosts in placements)
 
 
 def sent_nbytes(job: Job, stage: int) -> float:
-    """Return the bytes of an activation or a part of it, which a worker sends to the next stage or gets back."""
+    """Return the bytes of the activation, or part of one, that a worker sends to the next stage (or its gradient)."""
     divided = job.framework.divides_sends and not job.sequence_parallel and is_away(job, stage)
     return 2 * layer.width(job) / (job.mesh.tensor if divided else 1)
 
@@ -96,7 +96,7 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
 def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
     """Return the collectives of `nbytes` bytes per parameter among the workers that hold the same parameters.
 
-    If the job has replicas, gradients are also summed between replicas, each worker's part by itself.
+    If the job has replicas, each worker also sums the gradients that it owns with its peers in the other replicas.
     """
     if job.replicas > 1:
         inside = Exchange("data", operation, ("expert", "context"), nbytes * own.shared)

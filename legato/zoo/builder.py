@@ -1,6 +1,6 @@
 """The parts of a model (a graph of layers, and variables), and a builder that tracks shapes.
 
-The functions of `image` and `sequence` add layers to a `Builder`.
+The functions in the modules `image` and `sequence` add layers to a `Builder`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Layer:
     """One forward computation, on one sample.
 
     `inputs` are indices of earlier layers (the samples are not listed), and `variables` are indices of the trainable
-    variables that the layer reads. `flops` counts a multiply-add of a matrix product as two. `moved` is the number of
-    values that the layer reads and writes, and `outputs` is the number of values that it writes. `block` names the part
-    of the model that is computed again as a whole if activations are recomputed; `block` is empty if the layer is in no
-    block.
+    variables that the layer reads. In `flops`, a multiply-add of a matrix product counts as two operations. `moved` is
+    the number of values that the layer reads and writes, and `outputs` is the number of values that it writes. `block`
+    names the part of the model that is computed again as a whole if activations are recomputed; `block` is empty if the
+    layer is in no block.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Builder:
         flops: int = 0,
         moved: int | None = None,
     ) -> Value:
-        """Add a layer and return its output of this shape. By default, it reads each input once and writes once."""
+        """Add a layer; return its output of this shape. By default, it reads each input and writes the output once."""
         outputs = math.prod(shape)
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs

@@ -2,15 +2,15 @@
 
 [Note: what waits for a communication] A trace tells when a rank computes and when it communicates, but seldom which op
 waits for which communication. If a device is idle although its next kernel has been launched, and communications end
-during this time, the kernel waits for the last of these communications, and for each one that carries no gradients. If
-no kernel waits in this way for a communication, each op that began after the communication's end may depend on it. If
-the communication carries gradients, legato assumes that the optimizer waits for it. Otherwise legato lets it delay the
-first op that was launched after the communication and began after its end, because earlier ops did not need it. Nothing
-in a step waits for a communication that ends after the step. Idle time without such waits stays in the program.
+during this time, the kernel waits for the last of these communications, and for all of them that carry no gradients. If
+no kernel waits in this way for a communication, any op that began after the communication's end may depend on it. If
+the communication carries gradients, legato assumes that the optimizer waits for it. Otherwise legato assumes that one
+op waits: the first that was launched after the communication and began after its end. Earlier ops did not need it.
+Nothing in a step waits for a communication that ends after the step. Idle time without such waits stays in the program.
 
-[Note: when a communication is started] The kernel of a communication begins when three things have happened: the
-host has launched the kernel, earlier computation has ended, and earlier work on its stream has ended. A communication
-was started before its kernel began only if the kernel waited for earlier work on its own stream.
+[Note: when a communication is started] The kernel of a communication begins when three things have happened: the host
+has launched the kernel, earlier computation has ended, and earlier work on its stream has ended. The communication was
+started earlier than its kernel only if the kernel waited for earlier work on its own stream.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Walk:
         return result
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
-        """Return whether communication `number` can start only after the communication for which the rank pauses."""
+        """Return whether communication `number` can start only after the communication that ends the pause."""
         transfers = self.step.transfers
         begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
         return moment > pause.start_s and number != pause.awaited and begins >= ends - ROUNDING_S
@@ -193,7 +193,7 @@ class _Walk:
         return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
-        """Return the earliest start of each communication that this rank starts, in order (see the second note)."""
+        """Return the earliest time at which this rank starts each communication, in order (second note above)."""
         step, found = self.step, list[tuple[float, int]]()
         host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
         latest: dict[tuple[int, ...], float] = {}
@@ -210,7 +210,7 @@ class _Walk:
         return deque(sorted(found, key=lambda start: start[0]))
 
     def _pauses(self) -> list[_Pause]:
-        """Return the pauses in which this rank waits for communications, in order (see the first note)."""
+        """Return the pauses in which this rank waits for communications, in order of time (first note above)."""
         step, until, left = self.step, self.step.begin_s, set(range(len(self.step.transfers)))
         ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
         found = []
@@ -237,7 +237,7 @@ class _Walk:
         return sorted(found)
 
     def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
-        """Return the moment at which the rank begins to need a communication that ended during computation."""
+        """Return when the rank first needs a communication that ended while the rank computed."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
         ended = transfer.end_s - ROUNDING_S
         if transfer.carries_gradients:

@@ -3,8 +3,8 @@
 [Note: accumulators] Each parameter has one node in the graph, AccumulateGrad, where all of its gradients end. Hooks on
 this node are separate from those that users register on the parameter. `before` runs when a gradient has arrived and
 has not been added to `.grad` yet. `after` runs when the gradient has been added and all hooks of the user have run,
-even hooks registered later (as in DDP). `before` and `after` also run when the gradient is None. An AccumulateGrad node
-lives while something refers to it.
+even hooks registered later (as in DDP). `before` and `after` also run when the gradient is None. The node exists only
+while something refers to it.
 
 [Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass inside the backward pass. With such
 checkpointing, the first gradient may come from the inner pass, which ends before the outer pass. The outer pass is
@@ -42,7 +42,7 @@ class Accumulator:
 
     @property
     def will_run(self) -> bool:
-        """Return whether the running backward pass adds to the gradient."""
+        """Return whether the running backward pass adds to this parameter's gradient."""
         return will_run(self._node)
 
     def remove(self) -> None:

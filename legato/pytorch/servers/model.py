@@ -63,7 +63,7 @@ class _Measured(nn.Module):
     def measure(self, arrivals: bool = True) -> Iterator[list[Iteration]]:
         """Yield a list to which each iteration in the block, from one forward pass to the next, is appended.
 
-        `arrivals` says whether to observe the order of transfers, which needs part of a CPU core.
+        With `arrivals`, the order in which transfers arrive is observed, which takes part of a CPU core.
         """
         puller = self._puller
         record: list[Iteration] = []
@@ -143,9 +143,9 @@ class ServedModel(_Measured):
 class AgentModel(_Measured):
     """An inference agent's model: call `pull()`, then run forward passes, while the workers train.
 
-    `training_goes_on` says whether the workers were still training at the last pull, and `iteration` how many updates
-    the parameters had received. All elements of a shard come from the same update. The shards of two servers may differ
-    by one update.
+    `training_goes_on` says whether the workers were still training at the last pull. `iteration` is the number of
+    updates that the parameters had received by then. All elements of a shard come from the same update. The shards of
+    two servers may differ by one update.
     """
 
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
@@ -153,7 +153,7 @@ class AgentModel(_Measured):
         self.training_goes_on, self.iteration = True, 0
 
     def pull(self) -> None:
-        """Request all parameters. After this call, reading a parameter waits for its value."""
+        """Request all parameters from the servers. A later read of a parameter waits until its value has arrived."""
         puller = self._puller
         puller.settle()
         puller.transport.finish(puller.tell_servers(PULL, 0))

@@ -1,10 +1,10 @@
 """The messages that follow from the bound "nested". If the bound can be reached, they are the best messages.
 
-For an iteration time T, `bound/arguments/nested.py` finds moments at which messages should begin (release times) and
-end (latest arrivals, T minus a tail). Here T is the least time for which it finds such moments. Each message then fills
-the time from one moment to the next with those ready bytes that are needed first. Even if the network is free earlier,
-the message waits for its moment, at which some of its bytes become ready. For a chain of layers and one collective,
-these messages are the optimum for the given tails.
+For an iteration of T seconds, `bound/arguments/nested.py` finds the moments at which messages should begin (release
+times) and end (the latest arrivals: T minus a tail). Here T is the least time for which there are such moments. Each
+message then fills the time from one moment to the next with those ready bytes that are needed first. Even if the
+network is free earlier, the message waits for its moment, at which some of its bytes become ready. For a chain of
+layers and one collective, no other messages are faster with these tails.
 """
 
 from __future__ import annotations

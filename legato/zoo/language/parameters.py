@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Parameters(NamedTuple):
-    """The numbers of parameters that all data-parallel workers have in common, and of experts' parameters."""
+    """Two numbers: the parameters that all data-parallel workers share, and the parameters of experts."""
 
     shared: int
     experts: int = 0
@@ -60,7 +60,7 @@ def embeddings(job: Job) -> Parameters:
 
 
 def output(job: Job) -> Parameters:
-    """Return the parameters of the last norm and the output layer; with one stage, a tied table is left out."""
+    """Return the parameters of the last norm and output layer; with one stage, `embeddings` counts a tied table."""
     table = 0 if job.model.tied and job.mesh.pipeline == 1 else job.model.hidden * vocabulary_part(job)
     return Parameters(table + _norm(job.model))
 
@@ -100,7 +100,7 @@ def held(job: Job, stage: int) -> Parameters:
 
 
 def owned(job: Job, parameters: Parameters) -> float:
-    """Return the number of `parameters` that one worker owns if data-parallel workers divide them."""
+    """Return how many of `parameters` one worker owns, if the data-parallel workers divide the parameters."""
     mesh = job.mesh
     ranks = mesh.data * mesh.context // job.replicas
     return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert_parts)

@@ -3,8 +3,8 @@
 [Note: events near a step] An event of the host belongs to the step during which it happens. An event of the device
 belongs to the step in which the host launched it. The launch may be much earlier than the event, and the file has the
 two in any order. However, a device queue holds only about a thousand launches. Therefore the launches and device events
-nearest to the step are kept as well, many more than any queue holds, and the memory does not grow with the length of
-the trace.
+nearest to the step are kept as well. Their number is larger than any queue, but fixed, so the memory does not grow with
+the length of the trace.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _decoded(raw: msgspec.Raw) -> Any:
 class EventColumns:
     """The events of one kind in columns; equal arguments are stored once.
 
-    Events that overlap the time from `start_s` to `end_s` are kept, and the `nearest` events outside that time (see the
-    note above).
+    The columns keep all events that overlap the time from `start_s` to `end_s`. Outside that time, they keep the
+    `nearest` events nearest to it (see the note above).
     """
 
     def __init__(self, start_s: float = -math.inf, end_s: float = math.inf, nearest: int = 0) -> None:
@@ -122,7 +122,7 @@ class EventColumns:
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event. `name` and `thread` are indices of tables; `args` are stored only if `keep` is true."""
+        """Append an event. `name` and `thread` are indices in tables of names; `args` are stored only with `keep`."""
         number = -1
         if keep:
             number = self._numbers.setdefault(args.key(), len(self._details))
@@ -200,7 +200,7 @@ class EventColumns:
         return None if number < 0 else self._details[number]
 
     def describe(self, row: int, args: Arguments) -> None:
-        """Store the arguments of an event that the profiler wrote without them."""
+        """Store arguments for an event that has none in the profiler's trace."""
         self._number[row] = len(self._details)
         self._details.append(args)
 
@@ -210,7 +210,7 @@ class EventColumns:
 
 
 def rows_with(numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each wanted number, a row with this number, or -1 if there is none or the number is negative."""
+    """Return, for each wanted number, a row that has this number; -1 if no row has it, or if the number is negative."""
     if not len(numbers):
         return np.full(len(wanted), -1)
     order = np.argsort(numbers, kind="stable")

@@ -107,7 +107,7 @@ class Marks:
 class Trace:
     """The events of one step of one rank.
 
-    The links of `device` and `launch` are correlation numbers; the links of `operator` are sequence numbers.
+    The column `link` has correlation numbers in `device` and `launch`, and sequence numbers in `operator`.
     """
 
     marks: Marks
@@ -283,7 +283,7 @@ def _kind(event: _Mark) -> str | None:
 
 
 def _device(pid: Number, args: _Where | Arguments | None) -> str:
-    """Return the name of a device: its process, and the device that the event names, if different."""
+    """Return the name of a device: the process of its events, and the device in their arguments if it differs."""
     told = None if args is None else args.device
     return str(pid) if told is None or str(told) == str(pid) else f"{pid} (device {one_line(str(told), 20)})"
 

@@ -6,9 +6,10 @@ Where deferring could change the result, the step updates all parameters at once
 
 [Note: the user's optimizer] legato sets `step` on the optimizer instance, once and for good, so that schedulers and
 wrappers that hold this method keep working. This new `step` defers updates in legato's passes, and in all other passes
-it does what the old `step` did. A step that bypasses this method is also correct, because it reads gradients through
-the parameters' gates, but it updates all parameters at once. While updates wait, a stand-in replaces `state`, and any
-access to the stand-in applies all updates first. The optimizer's class changes only while states are sharded.
+it does what the old `step` did. A step that bypasses this method is also correct, because its reads of `.grad` wait for
+the gradients, but it updates all parameters at once. While updates wait, a stand-in replaces the optimizer's `state`,
+and any access to the stand-in applies all updates first. The optimizer gets another class only while states are
+sharded.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class _Step:
 
     @not_compiled
     def defers(self) -> bool:
-        """Begin the step; return False if the optimizer's own step must still run now."""
+        """Begin the step; return False if the caller must now run the optimizer's own step."""
         optimizer, base, closure = self._optimizer, self._base, self._closure
         if any(reducer.in_backward for reducer in reducers_of(optimizer)):
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
@@ -258,7 +259,7 @@ def _overlay(base: Any) -> type[Any]:
 
 
 def _settle(optimizer: Any) -> Any:
-    """Bring everything up to date, and return the optimizer."""
+    """Bring all parameters and states of an optimizer up to date, and return the optimizer."""
     for reducer in reducers_of(optimizer):
         reducer.settle()
     _show(optimizer)

@@ -56,7 +56,7 @@ ABSENT = "absent"  # this rank has no gradient
 class Slot:
     """One trained parameter, and the work that remains to be done for it.
 
-    Only the `mark_...` methods assign `stage` and `update`.
+    Only the methods `mark_...` may change `stage` and `update`.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Slot:
         return self.gradient == ARRIVED or self.gradient == EARLY
 
     def begin_pass(self, lends: bool) -> None:
-        """Prepare for a backward pass that sends; `lends` says whether gradients share the buckets' memory."""
+        """Prepare for a backward pass that sends gradients; `lends` says whether they share the buckets' memory."""
         self.clear_spent()
         self.gradient, self.taken, self.zeroed = AWAITED, None, False
         self.to_pack = len(self.parts)
@@ -104,7 +104,7 @@ class Slot:
             self.whole = _whole(self)  # the user has given the gradient other memory (`p.grad.data = ...`)
 
     def keep_apart(self) -> Iterator[Tensor]:
-        """Give the gradient its own memory unless its slices are adjacent in the buckets; yield a view of it."""
+        """Give a gradient its own memory if its slices are not adjacent in the buckets; then yield a view of it."""
         self.is_apart = self.whole is None
         if self.is_apart:
             self.whole = torch.zeros_like(self.parameter, requires_grad=False)
@@ -112,7 +112,7 @@ class Slot:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether a sharded optimizer has taken the gradient. Call this only while its gate is disabled."""
+        """Return whether a sharded optimizer took the gradient. Call this only if the parameter's gate is disabled."""
         spent = self.spent
         return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
@@ -140,7 +140,7 @@ class Slot:
             self.spent = self.parameter.grad
 
     def zero(self, set_to_none: bool) -> None:
-        """Do what `zero_grad` does, even to a gradient that was taken, without waiting for the parameter."""
+        """Do what `zero_grad` does, even if the gradient was taken; this does not wait for the parameter."""
         self.zeroed = not set_to_none
         with without_overrides():
             if self.parameter.grad is self.spent is not None:
@@ -158,11 +158,11 @@ class Slot:
             )
 
     def offer(self, grad: Tensor) -> None:
-        """Note the gradient that a compiled graph hands over."""
+        """Remember the gradient that a compiled graph offers for sending before autograd delivers it."""
         self.offered = _identity(grad)
 
     def compare(self, grad: Tensor | None) -> None:
-        """Compare a gradient that arrives with the offered one. Raises `RankError` if the wrong gradient was sent."""
+        """Compare an arriving gradient with the offered gradient. Raises `RankError` if the wrong gradient was sent."""
         kept = grad is not None and _identity(grad) == self.offered
         self.kept = self.kept + 1 if kept else -1
         self.offered = None
@@ -203,7 +203,7 @@ class Slot:
             tensor.copy_(flat)
 
     def release(self) -> None:
-        """Release the buckets. Slots and buckets refer to each other; this would keep their memory alive."""
+        """Release the buckets, because slots and buckets refer to each other and would keep their memory alive."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
 
@@ -227,7 +227,7 @@ class BucketSlice:
     whole: bool  # whether the slice holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the elements that this slice takes from a tensor of the parameter's shape, in the slice's order."""
+        """Return this slice's elements of a tensor that has the parameter's shape, in the slice's order."""
         tensor = self.slot.ordered(tensor)
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
@@ -237,7 +237,7 @@ class Bucket:
     """A message of the plan: its buffer, its slices, and its progress.
 
     The bucket of an all_gather shares the buffer of its reduce_scatter, and nothing is packed into it. In a sharded
-    plan all parameters of a bucket have the same `owner`, which is the index of an optimizer.
+    plan, the same optimizer updates all parameters of a bucket; `owner` is its index.
     """
 
     message: Message
@@ -344,7 +344,7 @@ def _uniform(
     owner_of: Callable[[nn.Parameter], int],
     sharded: bool,
 ) -> list[Message]:
-    """Split message i of the plan by dtype, device and owner. Only float32 gradients keep the message's wire format.
+    """Split message i of the plan by dtype, device and owner. Only messages of float32 keep the wire format.
 
     In a sharded plan, a tensor is cut only where updating the parts gives the same result as updating the whole.
     """
@@ -383,7 +383,7 @@ def _placed(
     ranks: int,
     slots: dict[str, Slot],
 ) -> list[Bucket]:
-    """Return the buckets of messages with their own buffers. A reduce_scatter gives each rank equally many elements."""
+    """Return the buckets of these messages, in new buffers. A reduce_scatter gives each rank equally many elements."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
@@ -452,9 +452,9 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
 
 
 def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """Return a parameter's dimensions in the order of memory; None if they are in order, or the parameter is not dense.
+    """Return a parameter's dimensions in the order of memory; None if this is their own order, or if memory has gaps.
 
-    A kernel that updates a whole parameter goes through memory in order. A kernel that updates a part must do the same.
+    A kernel that updates a whole parameter goes through memory in order, so a kernel for a part must do so, too.
     """
     if parameter.is_contiguous():
         return None

@@ -13,9 +13,9 @@ __all__ = ["Sharded", "first_gather"]
 
 
 def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
-    """Return the earliest time at which any of these tensors can be gathered, which is when the backward pass ends.
+    """Return the earliest time at which an all-gather of any of these tensors can begin: the backward pass's end.
 
-    With `step_last`, a gather also waits for the update of its tensors, so the shortest update of a tensor is added.
+    With `step_last`, an all-gather also waits for its tensors' updates; then the time of the shortest update is added.
     """
     backward, ops, updates = problem.duration("backward"), problem.every.ops, Period.of(problem.every).updates
     if not problem.kind.step_last:
@@ -24,7 +24,7 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
 
 
 class Sharded(Argument, frozen=True, tag="sharded"):
-    """A proof by the order of events: reduce-scatters, an update (or the backward pass's end), all-gathers.
+    """A proof from the order of events: reduce-scatters, then an update or the backward pass's end, then all-gathers.
 
     If `op` is given, it is the optimizer op that updates these tensors.
     """
@@ -34,7 +34,7 @@ class Sharded(Argument, frozen=True, tag="sharded"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Yield proofs for optimizer ops whose bound may exceed `beat`, and for sets of tensors with long tails."""
+        """Yield proofs for optimizer ops whose bound may exceed `beat`, and for sets of the longest-tailed tensors."""
         if not problem.sharded:
             return
         for op in problem.every.phase_ops("optimizer"):
@@ -49,11 +49,11 @@ class Sharded(Argument, frozen=True, tag="sharded"):
                 yield cls(tuple(sorted(by_tail[:count]))).proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """Return a lower bound, from f: the earliest end of the halves of these tensors.
+        """Return a lower bound; f is the earliest time at which all halves of these tensors can have been sent.
 
-        The bound is f(release times) + d + f(tails) for an op of d seconds. Without an op, it is the larger of b + d +
-        f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min q: b is the end of the backward pass, d the
-        shortest update if updates come last, B the bytes, and q the tails.
+        For an op of d seconds, the bound is f(release times) + d + f(tails). Without an op, let b be the end of the
+        backward pass, d the shortest update (0 unless updates come last), B the bytes, and q the tails. The bound is
+        then the larger of b + d + f(tails) and max(b, f(release times)) + alpha/2 + beta/2 * B + min q.
         """
         if not problem.sharded or (self.op is None and problem.compute != "one"):
             raise InputError("certificate: case 'sharded' (expected a shard, and one stream or an op)")

@@ -1,4 +1,4 @@
-"""The bound "two-sided": pairs of halves, before and after the moment at which the last gradients are scattered.
+"""The bound "two-sided": the halves of message pairs before and after the end of a certain reduce-scatter.
 
 All bytes that are scattered are also gathered, in equally many messages, so the work of the reduce-scatters determines
 the work of the all-gathers. docs/bounds.md has the proof ("Two-sided").
@@ -30,24 +30,24 @@ _BITS = 57
 
 
 class TwoSided(OfSets, frozen=True, tag="two_sided"):
-    """A proof that pairs of halves do not fit on both sides of any moment."""
+    """A proof that for no moment, the halves of all pairs fit into the time before and after the moment."""
 
     most, quick = (24, 96), ()
     precision = (1e-3, 5e-4)
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Find certificates for plans in pairs if messages are expensive; without numba, find none."""
+        """Find certificates if plans send pairs and starting a message takes long; find none without numba."""
         dear = problem.sends == "pairs" and 2 * problem.half > _DEAR * beat
         return super().find(problem, beat) if dear and _can_compile() else iter(())
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the conditions for pairs of halves around a moment."""
+        """Return the conditions for the halves of pairs before and after a moment."""
         return DividedHalves(sets, problem.half, _STATES)
 
     def proves(self, problem: Problem) -> float:
-        """Return a time that is too short for an iteration.
+        """Return a time in which no plan can run an iteration.
 
         Raises `InputError` if an iteration may be that short, if plans may send any halves, or if numba is missing.
         """
@@ -71,7 +71,7 @@ def _can_compile() -> bool:
 
 
 class DividedHalves:
-    """A test of whether pairs of halves with these sets may fit into some time, with a limited number of states.
+    """A test of whether the pairs for these sets may fit into a given time; it examines a limited number of states.
 
     All times are whole numbers. Floats become multiples of a unit that is a tiny fraction of the sets' total time.
     """
@@ -91,7 +91,7 @@ class DividedHalves:
         self.place = places(len(work))
 
     def fits(self, seconds: float) -> bool:
-        """Return whether the halves may fit on both sides of some moment c; if the test takes too long, return True."""
+        """Return whether the halves may fit before and after some moment c; if the test takes too long, return True."""
         from legato.schedule.bound.arguments.two_sided_states import follow
 
         whole = math.ceil((seconds + self.rounding * seconds) * self.scale)

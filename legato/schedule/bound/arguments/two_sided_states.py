@@ -23,7 +23,7 @@ _HALVES = 64
 
 
 class State(NamedTuple):
-    """Facts about the pairs that have been placed: all that limits how the other bytes may be placed."""
+    """The facts about the pairs placed so far that limit where the other bytes may be placed."""
 
     pair_class: int  # class of the last pairs
     kinds: int  # where their halves are
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """By set, innermost first: the least release time, the least tail, and the time of one half with all bytes."""
+    """For each set, innermost first: the least release time, the least tail, and the time of a half with all bytes."""
 
     release: Ints
     tail: Ints
@@ -58,10 +58,10 @@ def places(count: int) -> Places:
 
 
 def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
-    """Return whether a schedule of `seconds` may have its moment in `begin` to `end`, and two facts about the search.
+    """Return whether a schedule of `seconds` may have its moment from `begin` to `end`, and two facts about the search.
 
     The two facts are whether the search gave up, and its number of states. The search gives up at about `limit` states,
-    or if there are too many halves, and then says that a schedule may take this time. `place` comes from `places`.
+    or if there are too many halves; it then returns that the schedule may exist. `place` comes from `places`.
     """
     room = seconds - int(sets.release[-1]) - int(sets.tail[-1]) - 2 * int(sets.work[-1])
     if room < 2 * sets.half or room >= (_HALVES + 1) * sets.half:
@@ -73,7 +73,7 @@ def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit:
 
 @numba.njit(cache=True)
 def _most_before(kinds: int) -> int:
-    """Return how many of the two halves that send a byte can be before the moment."""
+    """Return how many of a byte's two halves can be before the moment, if its pair is of one of these kinds."""
     return 2 if kinds & BEFORE else 1 if kinds & BOTH else 0
 
 
@@ -84,10 +84,11 @@ def _most_after(kinds: int) -> int:
 
 @numba.njit(cache=True)
 def _divided(more: int, left: int, share: int, own: int) -> int:
-    """Return the most time for which added bytes (of `more` time per half) can keep one side of the moment busy.
+    """Return the most time that the halves of the added bytes can take on one side of the moment.
 
-    Earlier pairs take as many of these bytes as fit into the time `left` on this side, and new pairs take the rest. An
-    earlier pair has up to `share` halves of each byte on this side, and a new pair has up to `own`.
+    One half of all added bytes takes `more`. Earlier pairs carry the added bytes that fit into the time `left` on this
+    side, and new pairs carry all others. Of a byte's two halves, up to `share` are on this side in an earlier pair, and
+    up to `own` in a new pair.
     """
     if share <= own:
         return own * more
@@ -111,7 +112,7 @@ def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
 
 @numba.njit(cache=True)
 def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
-    """Drop states from `last` on if a state with fewer halves allows as much; return the new end."""
+    """Drop states from `last` on if a state with fewer halves allows as much; return how many states are left."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
     for s in range(last, made):
         pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
@@ -133,10 +134,10 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
 
 @numba.njit(cache=True, inline="always")
 def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
-    """Return the state after one more set, with new pairs of these kinds (or none).
+    """Return the state after the next set, for which new pairs of the kinds `new` are placed (none if 0).
 
-    The result is impossible if its `least` is above its `most`. `limits` has the time that the earlier pairs may take
-    on each side.
+    No schedule has the resulting state if its `least` is above its `most`. `limits` has the time that the earlier pairs
+    may take before the moment, and after it.
     """
     pair_class, kinds, before, after, least, most = state
     if new:  # earlier pairs take as many of the added bytes as their limits allow
@@ -160,9 +161,9 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
 
 @numba.njit(cache=True)
 def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
-    """Return whether there were too many states, the number of states of the last set, and the number of all states.
+    """Return whether there were too many states, how many states the last set has, and how many there are in all.
 
-    `room` has the most time that a schedule has before the moment, and the most time that it has after the moment.
+    `room` has two times: the most that a schedule has before the moment, and the most that it has after the moment.
     """
     release, tail, work, half = sets
     states = np.empty((1024, 6), np.int64)

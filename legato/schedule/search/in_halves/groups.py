@@ -46,10 +46,10 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
 
 
 def groups_between(workload: Workload, tensors: Sequence[int], cuts: Sequence[int], partition: bool) -> Groups:
-    """Lay these tensors end to end, divide their bytes near the offsets `cuts`, and return the groups.
+    """Concatenate these tensors, divide the bytes at the offsets `cuts` or nearby, and return the groups.
 
-    Each cut moves to a nearby possible offset: without `partition`, to the nearest border of a tensor. A group may be
-    empty.
+    Each cut moves to the nearest offset that is allowed; without `partition`, only the borders of tensors are allowed.
+    A group may be empty.
     """
     joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
     borders = [0, *(_border(joined, at, partition) for at in cuts), joined.nbytes]

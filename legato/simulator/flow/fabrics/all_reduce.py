@@ -63,7 +63,7 @@ class AllReduce(Collective):
 
 
 def _carried(topology: Topology, fragments: Fragments, held: Ids, one: Round, parts: int, *, adds: bool) -> Ids:
-    """Add the transfers of a round, and return services that end when each worker has its bytes of the round."""
+    """Add a round's transfers; return for each worker a service that ends when it has the bytes of the round."""
     everyone = len(one.senders) == topology.workers
     nbytes = fragments.nbytes * one.block / parts
     if everyone and len(one.shifts) > 1:
@@ -90,7 +90,7 @@ def _ends(topology: Topology, one: Round, shift: int) -> tuple[Hosts, Hosts]:
 
 
 class Group(NamedTuple):
-    """Groups of `members` workers, numbered `stride` apart; `Topology.pass_around` explains `local`."""
+    """Groups of `members` workers, whose numbers are `stride` apart; for `local`, see `Topology.pass_around`."""
 
     members: int
     stride: int = 1
@@ -107,7 +107,7 @@ def around(
     adds: bool,
     group: Group | None = None,
 ) -> Ids:
-    """Add a round in which each worker of a group sends to one other worker, which passes the blocks on."""
+    """Add a round in which each worker of a group sends to one other worker, and the receivers pass the blocks on."""
     members, stride, local = group or Group(topology.workers)
     place, (shift,) = topology.ranks // stride % members, one.shifts
     target, come_from = (

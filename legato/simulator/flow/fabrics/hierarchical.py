@@ -44,7 +44,7 @@ class Hierarchical(Collective):
         return HostShape(usual, usual)
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether all hosts are alike: with one switch, or with rails, between which nothing is sent."""
+        """Return whether all hosts are alike, as with one switch, or with rails (nothing is sent between rails)."""
         return network.switches.one or network.topology == "rails"
 
     def simulated(self, network: Network) -> int:

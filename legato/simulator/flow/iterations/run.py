@@ -82,9 +82,9 @@ def simulate_flow(
     durations of ops. Without a plan, `plain_plan` is used. If `iterations` is None, one iteration is simulated if all
     workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
     Otherwise, three iterations are simulated. If `keep_transfers` is False, the data that only the link lanes of
-    `FlowResult.timeline` need is dropped; it then takes little time and memory to simulate identical workers in a ring,
-    a shuffle or recursive doubling. By default, only a few of many identical workers are simulated; if `symmetry` is
-    False, every worker is.
+    `FlowResult.timeline` need is dropped; identical workers in a ring, a shuffle or recursive doubling then take little
+    time and memory to simulate. By default, only a few of many identical workers are simulated; if `symmetry` is False,
+    every worker is.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.
@@ -213,7 +213,7 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Return whether simulating one worker is enough; trips then represent the others' transfers (`alone.py`)."""
+        """Return whether simulating one worker is enough; `alone.py` then simulates the others' transfers as trips."""
         return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
 
     def _num_fragments(self, kinds: Sequence[str]) -> int:
@@ -221,7 +221,7 @@ class Case:
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
 
     def services(self, workers: int) -> int:
-        """Return a lower bound on the number of services of all iterations on the links of this number of workers."""
+        """Return a lower bound on how many services all iterations have on the links of this number of workers."""
         reduce, distribute = self.fabric.services(self.network)
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
@@ -247,7 +247,7 @@ class Case:
         return Topology(graph, network, size, fabric.servers, fabric.host_shape(network))
 
     def unroll(self, topology: Topology, begin: Ids | None = None) -> Unrolled:
-        """Return the graph to simulate on a topology. If `begin` is given, iteration k waits for service `begin[k]`."""
+        """Return the graph to simulate on a topology. With `begin`, iteration k begins after service `begin[k]`."""
         size = topology.size
         durations = np.array([[op.duration_s for op in one.ops] for one in self.workloads[:size]])
         if len(durations) < size:
