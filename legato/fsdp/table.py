@@ -66,10 +66,10 @@ class Sharding:
 
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
     None means no limit. Each host has `gpus_per_host` GPUs, connected by links of `local_bandwidth_bps` bits per
-    second, and `gpus_per_card` of them share a network card. By default, `precision` follows the workload, but
-    parameters and reductions are in float32. `host_s` is the CPU time in seconds for one group in a step. A `machine`
-    of whole jobs sets the hosts, cards, links and latencies; the cluster then gives only the number of workers. Raises
-    `InputError` on numbers out of range.
+    second, and `gpus_per_card` of them share a network card. The default `precision` is the workload's for gathered
+    parameters, and float32 for stored parameters and reduced gradients. `host_s` is the CPU time in seconds for one
+    group in a step. A `machine` of whole jobs sets the hosts, cards, links and latencies; the cluster then gives only
+    the number of workers. Raises `InputError` on numbers out of range.
     """
 
     memory_bytes: int | None = None
