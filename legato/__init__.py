@@ -139,11 +139,11 @@ def plan(
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
     `SERVER_SCHEDULERS` for a cluster with parameter servers. `scheduler` may also be your own function. `options` are
-    the scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option, and whatever the scheduler
-    raises.
+    the scheduler's keyword arguments. Raises `InputError` on an unknown scheduler or option; errors of the scheduler
+    are passed on.
 
-    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: among the ways to shard the model that are predicted
-    to be within 1% of the fastest, the simplest one. The options of a plan for FSDP2 are the fields of
+    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2. It is the simplest of all ways to shard the model
+    that are predicted to be within 1% of the fastest way. The options of a plan for FSDP2 are the fields of
     `legato.fsdp.table.Sharding`: `memory_bytes`, `gpus_per_host`, `micro_batches` and others.
     `legato.fsdp.table.compare` returns the whole table.
     """

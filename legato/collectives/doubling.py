@@ -3,8 +3,9 @@
 Among n ranks, p ranks exchange data, where p is the largest power of two up to n. Each of the remaining ranks first
 sends everything to a partner among the p ranks, and receives the result from this partner at the end. Recursive
 doubling, which the Network Operator Edition (3.3.2) calls butterfly mixing, exchanges all bytes in each of log2(p)
-rounds. In halving-doubling (Rabenseifner), two partners first exchange halves of the parts that they still have to add
-up (1/2, 1/4, ... 1/p of the bytes). Then the same rounds run backwards and exchange the sums.
+rounds. In halving-doubling (Rabenseifner), two partners share the bytes that they still have to add up: each sends one
+half to the other, so that rounds send 1/2, 1/4, ... 1/p of all bytes. Then the same rounds run backwards and exchange
+the sums.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _power(ranks: int) -> int:
 
 
 def _fold(ranks: int, parts: int) -> tuple[Round, ...]:
-    """Return the round in which the ranks from p on send everything to a partner, or () without such ranks."""
+    """Return the round in which all ranks from p on send everything to a partner, or () if there are no such ranks."""
     power = _power(ranks)
     return (Round(range(power, ranks), shifts=(-power,), block=parts),) if power < ranks else ()
 
@@ -31,7 +32,7 @@ def _recursive_doubling(ranks: int) -> Rounds:
 
 
 def _latencies(ranks: int) -> int:
-    """Return how many transfers follow one another: one more if over half of the p ranks have an extra partner."""
+    """Return how many transfers follow one another. If over half of p ranks have an extra partner, it is one more."""
     power = _power(ranks)
     return power.bit_length() - 1 + (ranks > power) + (2 * ranks > 3 * power)
 

@@ -11,7 +11,8 @@ __all__ = ["ignore", "raise_once"]
 def ignore(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    `SIG_IGN` is not enough: if a signal is already on its way to a handler, CPython would report it on standard error.
+    `SIG_IGN` is not enough: if a signal arrived just before `SIG_IGN` was set, CPython would print an error for this
+    signal.
     """
 
 

@@ -127,7 +127,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     the reduce_scatters of the tensors that it reads. An all_gather waits for the optimizer ops that update its tensors.
     A forward op waits for the all_gathers of the tensors that it reads.
 
-    `carrier` says who runs the plan. DDP can run only all-reduces of exact gradients.
+    `carrier` says whether DDP or legato runs the plan. DDP can run only all-reduces of exact gradients.
     """
 
     scheduler: str
@@ -205,7 +205,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
 
     def describe(self, workload: Workload) -> str:
-        """Return the schedule, one line per message, which names the op before the message and the first op that waits.
+        """Return the schedule; each message's line names the op before the message and the first op that waits for it.
 
         An all_gather or a pull is sent after the messages that aggregated its bytes. In a sharded plan, an all_gather
         is sent after the ops that update its tensors, and before the first forward op that reads its tensors. Raises
@@ -250,7 +250,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"
 
     def _rows(self) -> list[list[str]]:
-        """Return index, size, kind and tensors of each message. The sizes of tensors follow from the plan."""
+        """Return index, size, kind and tensors of each message. A tensor's size is computed from its slices."""
         sizes: dict[str, int] = {}
         for message in self.messages:
             for piece in message.slices:
@@ -270,7 +270,7 @@ def _kind(message: Message) -> str:
 
 
 def _contents(message: Message, sizes: Mapping[str, int]) -> str:
-    """Return the names of tensors, or only the first and the last of many. [start:stop] marks a part of a tensor."""
+    """Return the names of tensors, or the first and the last name if there are many. [start:stop] marks a part."""
     names = [
         shorten(piece.tensor) + (f"[{piece.start}:{piece.stop}]" if piece.nbytes < sizes[piece.tensor] else "")
         for piece in message.slices
@@ -299,7 +299,7 @@ def _suit_ddp(messages: Iterable[Message]) -> bool:
 
 
 def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
-    """Raise `PlanError` unless the messages aggregate, and distribute, every byte of `sizes` (bytes by tensor)."""
+    """Raise `PlanError` unless messages aggregate and distribute every byte; `sizes` has each tensor's bytes."""
     covered: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for i, message in enumerate(plan.messages):
         spans = covered.setdefault(message.kind, {})
@@ -323,7 +323,7 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
 
 
 def _check_sharded(plan: Plan) -> None:
-    """Check that each all_gather has the slices of an earlier reduce_scatter, which decide which shard a worker has."""
+    """Check that each all_gather has the slices of an earlier reduce_scatter: they define each worker's shard."""
     scattered: set[tuple[Slice, ...]] = set()
     for i, message in enumerate(plan.messages):
         if message.wire is not None:

@@ -54,8 +54,8 @@ class Times(NamedTuple):
     """The times of all actions and communications, as `clock` computes them.
 
     `actions` has, for each lane, the times at which its actions end. The other fields have one time for each
-    communication: in `started`, when the last lane has started the communication; in `begins` and `ends`, when it
-    begins and ends.
+    communication: `started` is when the last lane starts the communication, and `begins` and `ends` are when it begins
+    and ends.
     """
 
     actions: list[list[float]]
@@ -65,7 +65,7 @@ class Times(NamedTuple):
 
     @property
     def lanes(self) -> list[float]:
-        """Return the time at which each lane ends."""
+        """Return the time at which the last action of each lane ends."""
         return [own[-1] if own else 0.0 for own in self.actions]
 
 
@@ -77,12 +77,12 @@ def clock(
 ) -> Times:
     """Run lanes and return their times.
 
-    Communication n takes `seconds[n]`. It begins once the previous communication with the same `lines[n]` has ended,
-    and communication `after[n]`, if there is one.
+    Communication n takes `seconds[n]`. Communication n begins once the previous communication with the same `lines[n]`
+    has ended. If `after[n]` exists, communication n also waits for the end of communication `after[n]`.
 
     A lane runs until it waits for a communication that other lanes have not started yet. The last lane that starts this
     communication wakes the waiting lane, so no loop has to search for lanes that can run. If lanes wait for each other
-    in a circle, the result has fewer times than actions for these lanes.
+    in a circle, they stop, and the result has no times for their remaining actions.
     """
     missing = Counter(action.communication for lane in lanes for action in lane if type(action) is Start)
     actions: list[list[float]] = [[] for _ in lanes]
@@ -169,7 +169,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     lane, and so on. Every member of a group starts a communication once, except that only the sender starts a send. A
     communication begins when all workers that start it have done so. Sends with the same groups run in the order of
     their starts. Other communications with the same groups also run in the order of their starts, which is the same on
-    all lanes. If a communication runs `after` another, the same lanes start both, in this order.
+    all lanes. If a communication runs `after` another, the same lanes start both communications, the earlier one first.
 
     `traced_s` is the traced time of the step, from the first worker's begin to the last worker's end, or None.
 
@@ -247,7 +247,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]], order_of: Sequence[int]) -> None:
-        """Check that each lane starts all its communications once, in the same order as other lanes of its groups."""
+        """Check that each lane starts each of its communications once, and that all lanes of a group use one order."""
         orders: dict[int, dict[int, list[int]]] = {}
         for k, lane in enumerate(self.lanes):
             started: set[int] = set()
@@ -277,7 +277,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
                     raise InputError(f"{self.describe(number)}: started in another order on another lane of its groups")
 
     def _numbers(self, lane: Lane) -> Iterator[int]:
-        """Yield the communications that a lane starts, in order, and check that the program has all that it names."""
+        """Yield the communications that a lane starts, in order; check that the program has every one that it names."""
         for action in lane.actions:
             if isinstance(action, Compute):
                 continue

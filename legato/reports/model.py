@@ -113,7 +113,7 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 class MemoryPoint(msgspec.Struct, frozen=True):
-    """The time (`seconds`) and the memory per GPU of one way to train; no way with that memory beats `bound_s`."""
+    """The `seconds` per step and the memory per GPU of a way to train; with this memory, none beats `bound_s`."""
 
     name: str
     nbytes: int
@@ -125,8 +125,8 @@ class MemoryPoint(msgspec.Struct, frozen=True):
 class Breakdown(msgspec.Struct, frozen=True):
     """A predicted step of a job: the `seconds` of the step and of each of its `parts` (`reports/breakdowns.py`).
 
-    `facts` are written after the name, and `note` after the time. Raises `InputError` if the parts do not add up to the
-    step.
+    A page writes `facts` after the step's name, and `note` after its time. Raises `InputError` if the parts do not add
+    up to the step.
     """
 
     name: str
@@ -155,8 +155,8 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     `timelines` are predicted or measured, and are drawn in this order. A predicted and a measured timeline of the same
     name belong together. A measured timeline shows one iteration; `measured` has the times of many iterations of each
-    plan, which the page compares. `advice` is one sentence. `told` has the tables and lines of the verdict that a
-    command has printed, and `asides` has the command's notes. If `told` is not empty, the page makes no verdict itself.
+    plan, which the page compares. `advice` is one sentence. `told` has the tables and lines that a command has printed
+    as its verdict, and `asides` has the command's notes. If `told` is not empty, the page adds no verdict of its own.
     `verdict` is the command's first sentence, and `code` has the lines of code to try. `computation` says what the
     times of the workload's ops include besides computation. If there are `points`, the page draws them as time over
     memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job; the headline
@@ -192,7 +192,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:
-    """Return whether the timelines show jobs on one network, or GPUs of one job, rather than plans of one job."""
+    """Return whether the timelines show several jobs or the GPUs of one job; otherwise they show plans of one job."""
     return bool(timelines) and all(timeline.whole or timeline.name == timeline.job for timeline in timelines)
 
 

@@ -76,7 +76,7 @@ def _verdict(sentence: str) -> list[tuple[str, bool]]:
 
 
 def _worker_note(timelines: Sequence[Timeline]) -> str:
-    """Return sentences that say how many workers do the same as the drawn one, and which command shows all workers."""
+    """Return sentences: how many workers do the same as the worker that is drawn, and which command shows all."""
     workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
     for timeline in timelines:
         alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
@@ -110,7 +110,7 @@ def _facts(model: ModelReport) -> str:
 def _waits(
     timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int], *, of_tensors: bool
 ) -> list[dict[str, Any]]:
-    """Return for each timeline the tensors or messages that computation waits for longest, with bars on one scale."""
+    """Return, for each timeline, the longest waits of computation, by tensor or message, with bars on one scale."""
     found = [(t, *idle_costs(t, plans)) for t in timelines]
     largest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
     parts = []

@@ -14,16 +14,17 @@ each of which a chunk takes x to send and y to add up,
     T(d) = max(2 R d x,  (R-1) P + x + max(y + d R x, d y + R x)),   P = max(d x, d y, x + y)
 
 The first term of T(d) holds if the link is never idle. In the second term, each of R-1 reducing rounds takes P, the
-time of the round's bottleneck: the link, the addition, or (with one chunk, which is not sent while it is added up) both
-in turn. After the last reducing round, either the link distributes all chunks without a pause after the first chunk's
-sum, or the last chunk is distributed after its own sum; what ends later counts.
+time of the round's bottleneck. The bottleneck is the link, the addition, or (with one chunk, which is not sent while it
+is added up) both in turn. The last reducing round first sends one chunk (x). Then either the link distributes all
+chunks without a pause once the first chunk is added up, or all chunks are added up before the last chunk is
+distributed; the slower of the two counts.
 
 Rounds and bytes come from the collective (`legato.collectives`). If rounds take different times, as in
 halving-doubling, `_rounds` simulates the rounds one by one. With depth 1, all times equal the linear costs that
 `Cluster.derive` computes.
 
-The second half of a message adds nothing up. It takes half of the time that the whole message would take if additions
-took no time, and the first half takes the other part of the message's time.
+The distributing half of a message adds nothing up. It takes half of the time that the whole message would take if
+additions took no time. The reducing half takes the rest of the message's time.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Journal:
         return FileError(f"{self.path}: cannot store finished cells: {getattr(error, 'strerror', None) or error}")
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Add the outcome of a cell. A final outcome is also written to the file, to survive a crash of the process."""
+        """Add the outcome of a cell. If no other attempt could change it (`final`), it is also written to the file."""
         self.done[key] = outcome
         if outcome.final:
             try:

@@ -225,7 +225,7 @@ class _Recording:
     saved_s: float | None
 
     def start(self, limit_s: float, late: Callable[[_Recording, float], None]) -> None:
-        """Start; if the last step has not come after `limit_s` seconds, the main thread calls `late(self, limit_s)`."""
+        """Start recording; if it lasts longer than `limit_s` seconds, the main thread calls `late(self, limit_s)`."""
         # Only the thread that started the profiler can stop it, and this call also reaches a main thread inside C code.
         self._late = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: late(self, limit_s) or 0)
         self._timer = threading.Timer(limit_s, lambda: ctypes.pythonapi.Py_AddPendingCall(self._late, None))

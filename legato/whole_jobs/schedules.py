@@ -13,8 +13,8 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "schedule"]
 class Action(NamedTuple):
     """A pass of a micro-batch through a stage.
 
-    `backward` computes the gradients of activations, and also the gradients of weights unless the stage has a separate
-    action `weights` for that micro-batch.
+    `backward` computes the gradients of activations. It also computes the gradients of weights, unless the stage has a
+    separate action `weights` for the same micro-batch.
     """
 
     stage: int
@@ -32,7 +32,7 @@ def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return 1F1B: a forward pass per later stage, then both passes in turn (PipeDream-flush, arXiv 2006.09503)."""
+    """Return 1F1B: a forward pass for each later stage, then alternating passes (PipeDream-flush, arXiv 2006.09503)."""
     return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
 
 
@@ -71,10 +71,10 @@ def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return ZB-H1: 1F1B that delays gradients of weights to compute other gradients first (arXiv 2401.10241).
+    """Return ZB-H1: 1F1B in which gradients of weights are computed after more urgent gradients (arXiv 2401.10241).
 
-    Worker r delays the weights' gradients of r micro-batches. So every worker holds as many activations as the first
-    worker.
+    Worker r delays the weights' gradients of r micro-batches. In 1F1B, it holds activations of r fewer micro-batches
+    than worker 0, so now all workers hold the same number.
     """
     result: Schedule = []
     for worker, actions in enumerate(one_forward_one_backward(workers, microbatches)):

@@ -165,7 +165,7 @@ Walk: TypeAlias = tuple[int, Iterable[tuple[Action, float, float, float]]]
 
 
 def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramStep:
-    """Return a step that takes `seconds`; its other times are averages over the workers in `walks`."""
+    """Return a step that takes `seconds`; its other times are averages over all workers, whose actions are `walks`."""
     kinds = dict.fromkeys((one.kind for one in program.communications), 0.0)
     rest = dict.fromkeys(("computing", "idle", "late"), 0.0)
     workers = program.workers
@@ -184,7 +184,7 @@ def means(program: Program, seconds: float, walks: Iterable[Walk]) -> ProgramSte
 
 
 def repeated(program: Program, workers: int) -> Program:
-    """Return the program on more data-parallel workers: copies of it, with each `data` group joined across the copies.
+    """Return copies of the program that train in parallel on different data; each `data` group spans all copies.
 
     Every copy computes the same as the original program, and its communications have the same `nbytes`. Raises
     `InputError` if `workers` is no multiple of the program's workers, or if nothing in the program is of the kind

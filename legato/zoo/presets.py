@@ -1,6 +1,6 @@
 """Frameworks, machines and devices by name: facts from releases and data sheets, and fitted efficiencies.
 
-The efficiency of a machine was fitted to steps of one framework; `whole_jobs.sure` says how far off predictions for
+The efficiency of a machine was fitted to steps of one framework; `whole_jobs.sure` says how accurate predictions for
 other frameworks are.
 """
 
@@ -168,7 +168,7 @@ _LINKS = {
 
 
 def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
-    """Return the machine with other links; `axes` has their values by name of an axis (`core/axes.py`).
+    """Return the machine with other links; `axes` maps names of axes (`core/axes.py`) to values of the links.
 
     Links without a value stay as they are. A latency applies to every collective, inside a host and between any number
     of hosts.
@@ -184,7 +184,7 @@ def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
 
 
 def links_of(machine: Machine) -> dict[str, tuple[float, float]]:
-    """Return, by name of an axis, the stated value of a machine's links, and the share of it that is reached."""
+    """Return the stated value of each axis of a machine's links, and the share of this value that is reached."""
     return {
         name: (unit * getattr(machine, field), 1.0 if share is None else getattr(machine, share))
         for name, (field, unit, share) in _LINKS.items()

@@ -70,7 +70,7 @@ class Running:
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
-        """Yield keyword arguments for functions of `legato.sweeps`; the journal lies next to the output file `kept`."""
+        """Yield keyword arguments for functions of `legato.sweeps`; the journal is stored next to the output `kept`."""
         from legato.sweeps.journal import Journal, journal_of
         from legato.sweeps.parallel import check_backend
 
@@ -133,5 +133,5 @@ class Written:
 
     @property
     def first(self) -> Path | None:
-        """Return the first output file, next to which the journal of cells lies; None if nothing is written."""
+        """Return the first output file (the journal of cells is stored next to it), or None if nothing is written."""
         return next(iter(self.paths), None)

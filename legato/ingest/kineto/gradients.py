@@ -3,8 +3,8 @@
 [Note: a parameter has no name in a trace] For each parameter, PyTorch records one `AccumulateGrad` operator in the
 backward pass. If shapes were recorded, the shape of this operator is the shape of the parameter. The autograd node just
 before this operator has a sequence number, and the forward operator with the same number read the parameter. DDP's hook
-runs inside `AccumulateGrad`, so the gradient is ready to be sent after everything that was launched before the end of
-this operator and before the collective. Without shapes, the copies from the buckets back to the gradients
+runs inside `AccumulateGrad`, so the gradient depends on everything that was launched before this operator ended and
+before the collective was launched. Without shapes, the copies from the buckets back to the gradients
 (`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in the order in which their gradients
 became ready. For each bucket, the sizes must add up to the bytes that were sent; otherwise the bucket becomes one
 tensor.
@@ -122,7 +122,7 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
 
 
 def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the sorted launch times of the backward ops, and the highest index of the ops launched up to each."""
+    """Return the launch times of the backward ops, sorted, and the highest index of an op launched by each time."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
@@ -178,7 +178,7 @@ def _first_by_sequence(step: TracedStep) -> dict[int, float]:
 def _sized_by_copies(
     step: TracedStep, parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]]
 ) -> list[_Parameter]:
-    """Return the parameters with the bytes that were copied back to their gradients, if each gradient was copied."""
+    """Return the parameters; if each gradient was copied back from a bucket, its copy gives the parameter's bytes."""
     trace = step.trace
     copies = _rows(step, _COPY_BACK)
     if len(copies) != len(parameters) or not step.on_device:
@@ -199,7 +199,7 @@ def _sized_by_copies(
 
 
 def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
-    """Return each transfer's parameters if they add up to its bytes; otherwise return the transfer as one tensor."""
+    """Return each transfer's parameters if they have as many bytes as the transfer, and else the transfer itself."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
     taken = 0
@@ -227,7 +227,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Return parameters that add up to `nbytes`: try the last ones, then all but one, then any that are neighbours."""
+    """Return parameters with a total of `nbytes`: try the last ones, all except one, and any neighbouring ones."""
     pool = [p for p in pool if p.nbytes is not None]
     sizes = [p.nbytes or 0 for p in pool]
     sums = [0, *itertools.accumulate(sizes)]

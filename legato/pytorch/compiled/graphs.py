@@ -42,7 +42,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
     Nodes that `order` names come in this order, if the graph allows it. Any other node comes right before the first
     named node that needs the node or, if none needs it, right after the node's inputs. Without an order, the graph's
-    own order is kept. The parts of a result always come right after the result.
+    own order is kept. If a result is a tuple, its parts (`getitem`) always come right after the result.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -58,7 +58,7 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
 
 def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return `nodes` in their order, and right before each node all nodes that it needs, except placeholders."""
+    """Return `nodes` in their order; before each node, insert the nodes that it needs, except placeholders."""
     done: dict[fx.Node, None] = {}
     for first in nodes:
         stack = [first]
@@ -72,7 +72,7 @@ def _behind_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _with_parts(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes; the parts that `getitem` takes from a result come right after it."""
+    """Return the nodes, with the parts that `getitem` takes from a result moved to right after the result."""
     ordered: dict[fx.Node, None] = {}
     for node in nodes:
         stack = [node]
@@ -124,14 +124,14 @@ def _parts(nodes: Sequence[fx.Node], starts: Iterable[int]) -> list[Sequence[fx.
 
 
 def _last_users(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
-    """Return, for each node, the last part that needs it; -1 if none, and the number of parts if it is an output."""
+    """Return, for each node, the last part that needs it: -1 if no part does, the number of parts for an output."""
     number = {node: i for i, part in enumerate(parts) for node in part}
     found = {n: max((number[u] for u in n.users if u in number), default=-1) for n in graph.nodes}
     return found | {value: len(parts) for value in outputs(graph) if isinstance(value, fx.Node)}
 
 
 def _copied(inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
-    """Return a copy of these nodes as a separate graph, which takes the inputs and returns the results."""
+    """Return a copy of `nodes` as a separate graph, which takes `inputs` and returns `results`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

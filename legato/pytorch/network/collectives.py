@@ -7,8 +7,8 @@ while the next chunk is added up. `legato.simulator.pipelining` predicts the cos
 
 [Note: receives first] gloo moves bytes when both ends have posted the transfer, so all receives of a message are posted
 before its first send. Summands are received into scratch memory. Results are received directly into their place in the
-tensor. A received result overwrites nothing that is still to be sent: the result contains what this rank has
-contributed, so this rank's contribution has arrived already.
+tensor. A received result overwrites nothing that still has to be sent. A result includes this rank's summand, so the
+summand must have been sent before the result could arrive.
 
 [Note: tags] A rank numbers the rounds and chunks of all its messages consecutively. All ranks run the same messages in
 the same order, so both ends of a transfer have the same number, and no other transfer in flight has this number.
@@ -50,8 +50,9 @@ class Collectives:
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the number of chunks. After a
         reduce_scatter, each rank holds the sum of its own parts; an all_gather of the same collective, depth and wire
         format completes the all-reduce. The rounding errors of this rank's additions are added to `residual`, in
-        float32; the sum of these residuals over all ranks is the error of the result. Returns when this rank is done.
-        Raises `RuntimeError` if a peer is gone, or does not respond within the process group's timeout.
+        float32; the sum of these residuals over all ranks is the error of the result. Returns when this rank has
+        finished its transfers and additions. Raises `RuntimeError` if a peer is gone, or does not respond within the
+        process group's timeout.
         """
         algorithm, ranks = COLLECTIVES[collective], self._gloo.size()
         parts, (reduce, distribute) = algorithm.rounds(ranks).parts, steps(algorithm, self._gloo.rank(), ranks)
@@ -81,7 +82,7 @@ class Collectives:
 
 
 class _MessageRun:
-    """The transfers of one message. A turn is one round (r) of one chunk (c)."""
+    """The transfers of one message. Round r of chunk c is called a *turn*."""
 
     def __init__(
         self, gloo: Any, chunks: list[Tensor], residuals: list[Tensor], parts: int, first_tag: int, deadline: float
@@ -129,7 +130,7 @@ class _MessageRun:
         ]
 
     def _finish(self, r: int, c: int) -> None:
-        """Wait for the receives of a turn, and add up what they received."""
+        """Wait for the receives of round r of chunk c, and add the received summands to this rank's data."""
         if self._rounds[r].overwrites:
             self._wait_all(self._sends.pop((r, c)))
         for work, taken, into in self._receives.pop((r, c)):
@@ -145,7 +146,7 @@ class _MessageRun:
                 residual.add_(rounded_off, alpha=1 / self._alike(r))
 
     def _alike(self, r: int) -> int:
-        """Return how many ranks make the same additions as this rank in round r; a swap of sums doubles the number."""
+        """Return how many ranks compute the same sums as this rank in round r; each swap of sums doubles the number."""
         return 1 << sum(step.overwrites for step in self._rounds[: r + 1])
 
     def _wait_all(self, works: list[Any]) -> None:

@@ -1,8 +1,7 @@
 """Records one training step, op by op, while it runs, for `capture`.
 
-A dispatch mode sees every operator below autograd: in the forward pass, in the
-backward pass (the engine carries the mode into its device threads) and in the
-optimizer. Nothing runs twice, and no tensor is kept.
+A dispatch mode sees every operator below autograd: in the forward pass, in the backward pass (the engine carries the
+mode into its device threads) and in the optimizer. No operator runs twice, and no tensor is kept.
 """
 
 from __future__ import annotations

@@ -49,14 +49,14 @@ def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
 
 
 def tails(workload: Workload, order: Sequence[int]) -> list[float]:
-    """Return, by tensor, the seconds of computation from the first op that reads it to the last op; 0 if none does."""
+    """Return, by tensor, the seconds of computation from its first reader to the last op; 0 without a reader."""
     backwards = order[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
 
 
 def priorities(workload: Workload) -> list[int]:
-    """Return, for each tensor, the position of the first op that reads it, or the number of all ops if none does.
+    """Return, for each tensor, the position of the first op that reads it; if no op does, the number of all ops.
 
     A tensor with a smaller number is more urgent.
     """
@@ -101,7 +101,7 @@ def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
 def message_limit(max_message_bytes: int | None) -> float:
     """Return the most bytes that a message of several tensors may have; None means no limit.
 
-    Raises `InputError` if the limit is below 16 bytes, since some tensors could then not be partitioned.
+    Raises `InputError` if the limit is below 16 bytes, because partitions must be multiples of 16 bytes.
     """
     if max_message_bytes is None:
         return math.inf
@@ -119,7 +119,7 @@ def least_partition(option: str, nbytes: int, most: float) -> tuple[str, int]:
 
 
 def in_turn(workload: Workload, tensors: Iterable[int], most: float) -> list[list[int]]:
-    """Group neighbouring tensors (indices), up to `most` bytes in a group; a larger tensor is a group of its own."""
+    """Group neighbouring tensors (indices) into groups of at most `most` bytes; a larger tensor has its own group."""
     groups: list[list[int]] = []
     held = 0
     for t in tensors:
@@ -157,7 +157,7 @@ def gathers_what_it_scatters(plan: Plan) -> bool:
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
-    """Return whether the plan has an order of ops, and all other ops than optimizer ops are in the captured order."""
+    """Return whether the plan orders the ops, and keeps all ops except optimizer ops in the captured order."""
     return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 
@@ -189,7 +189,7 @@ def _without_updates(op_order: Iterable[int], workload: Workload) -> list[int]:
 
 
 def with_node_order(plan: Plan, workload: Workload) -> Plan:
-    """Return the plan; if it can run and reorders nodes of graphs, add the names of the nodes in the new order."""
+    """Return the plan; if it is runnable and changes the order of graphs' nodes, add their names in the new order."""
     nodes = [i for i in plan.op_order if workload.ops[i].graph]
     if nodes == [i for i in workload.iteration_order() if workload.ops[i].graph] or not is_runnable(plan, workload):
         return plan

@@ -63,9 +63,9 @@ def bytescheduler(
     """Return a plan that sends partitions of at most `partition_bytes` in the queue's order, with forward overlap.
 
     The runtime sends whole elements, so `partition_bytes` should be a multiple of 16. If `max_message_bytes` is lower
-    than `partition_bytes`, it takes its place, rounded down to a multiple of 16. Raises `InputError` if
-    `partition_bytes` or `credit_bytes` is below 1, `max_message_bytes` is below 16, there are too many partitions, or
-    the cluster lacks the collective.
+    than `partition_bytes`, partitions have at most `max_message_bytes` bytes, rounded down to a multiple of 16. Raises
+    `InputError` if `partition_bytes` or `credit_bytes` is below 1, `max_message_bytes` is below 16, there are too many
+    partitions, or the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):

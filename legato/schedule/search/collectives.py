@@ -57,7 +57,7 @@ class Collectives:
         terms = [(cost.alpha_s, cost.beta_s_per_byte, cost.floor_s) for cost in costs]
 
         def beaten(k: int) -> bool:
-            """Return whether some other collective and depth is at least as cheap at every size."""
+            """Return whether another choice of collective and depth is at least as cheap as choice k at every size."""
             return any(
                 not costs[i].points
                 and not costs[k].points

@@ -1,19 +1,19 @@
-"""Orders of computation that are worth planning for: orders of the updates and, if they may move, of all other ops.
+"""Orders of computation that are worth planning for: orders of the optimizer ops and, if they may move, of all ops.
 
 Gradients that are computed early can be sent early. Caramel's order makes bytes ready as early as possible, which suits
 a busy network. If the network has time to spare, gradients that are needed first should be computed first instead. The
 best order is often a mixture: gradients that are needed late would only delay gradients for which the forward pass
 waits. So gradients that are needed late are computed last, while the urgent gradients are being sent.
 
-So a third order begins with the urgent updates, in Caramel's order: those whose tail (the computation that waits for
-them) is at least a limit. All other updates follow, the longest tail first. Several limits are tried, and the best is
-kept. Then updates move one at a time, while this helps. The value of an order is the length of Jackson's preemptive
-schedule for the order's release times. This schedule would be optimal if messages could be partitioned for free
-(`jackson.py`).
+So a third order begins with the urgent updates (ops that produce gradients), in Caramel's order: those whose tail (the
+computation that waits for them) is at least a limit. All other updates follow, the longest tail first. Several limits
+are tried, and the best is kept. Then updates move one at a time, and a move is kept if the order gets better. The value
+of an order is the length of Jackson's preemptive schedule for the order's release times. This schedule would be optimal
+if messages could be partitioned for free (`jackson.py`).
 
 Finally, single backward, optimizer and forward ops move (`annealed_order`): one branch of the network can be computed
-while parameters that another branch needs are still being sent. In the captured order, only the optimizer ops move.
-The order of the updates is then chosen together with the order in which the gradients arrive, not after it.
+while parameters that another branch needs are still being sent. If other ops may not move, only optimizer ops move from
+the captured order, depending on when gradients arrive.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class OrderValue:
     """A function that returns a lower bound on the seconds of an iteration with an order of ops."""
 
     def __init__(self, workload: Workload, line: LinearCost) -> None:
-        """Prepare for this workload; `line` is the least cost of a message."""
+        """Prepare for this workload; the linear cost `line` is a lower bound on the cost of a message."""
         self.workload, self.alpha_s = workload, line.alpha_s
         self.send_s = [line.beta_s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def __call__(self, order: Sequence[int]) -> float:
-        """Return the largest arrival plus tail of a gradient, even if computation takes longer, to compare orders."""
+        """Return the largest sum of a gradient's arrival and tail, even if all computation takes longer than that."""
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
@@ -94,8 +94,8 @@ class _Order(NamedTuple):
 class _Places:
     """The places that each op can have in an order, within the limits of its dependencies and the runtime.
 
-    Backward ops stay before all other ops, since an update between them could only make gradients late. All ops except
-    optimizer ops keep the captured order, but may move within a sequence of nodes of one graph.
+    Backward ops stay before all other ops, since an optimizer op between them could only make gradients late. Optimizer
+    ops may pass all forward ops. Other ops keep the captured order, but adjacent nodes of one graph may swap.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -145,7 +145,8 @@ def annealed_order(
 ) -> tuple[int, ...]:
     """Return the best order found from this one with `rounds` moves of single ops.
 
-    The search ends earlier if the value reaches `enough_s`. Only optimizer ops and the nodes of compiled graphs move.
+    The search ends earlier if the best order's value is at most `enough_s` or the budget is spent. Only optimizer ops
+    and the nodes of compiled graphs move.
     """
     places, rng = _Places(workload), random.Random(seed)
     movable = [op for op in order if places.stretch[op] < 0 or workload.ops[op].graph]
@@ -177,7 +178,7 @@ def promising_orders(
     """Return different orders of all ops of a period; the captured order is not among them.
 
     `moves` has two numbers: how many moves of updates to try, and how many moves of single ops. The search ends earlier
-    if the value reaches `enough_s` or the budget is spent.
+    if the best order's value is at most `enough_s` or the budget is spent.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}
@@ -217,7 +218,8 @@ def promising_orders(
 def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[int, ...], float]], float]:
     """Return orders of computation to plan for, each as (order, bound), and a bound that holds for every allowed order.
 
-    All bounds are for plans of all-reduces. () means the captured order. The order with the least bound is first.
+    All bounds are for plans of all-reduces. The order () stands for the captured order. The order with the least bound
+    is first.
     """
     workload, cluster = problem.workload, problem.cluster
     captured = ((), lower_bound(workload, cluster, sends="all_reduces", thorough=False).seconds)

@@ -23,9 +23,9 @@ _IDLE = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
 
 
 def cluster_for(name: str, fabric: Fabric, network: Network) -> Cluster:
-    """Return the machines as planners see them, with the cost of a message on the fabric `fabric`, called `name`.
+    """Return the machines as planners see them, with the cost of a message on `fabric`, which is called `name`.
 
-    Return `Network.cluster` for parameter servers, and if formulas give the cost. Raises the same errors as
+    For parameter servers, or if formulas give the cost, the result is `Network.cluster`. Raises the same errors as
     `simulate_flow`.
     """
     alike = network.flat and network.sharing == "fifo" and len(set(network.link_scale)) <= 1

@@ -46,12 +46,12 @@ Steps = list[list[LaneTimes]]
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """A job's step alone on the undisturbed network, and the job's mean step in the window, next to the other jobs.
+    """A job's step if it runs `alone` on the undisturbed network, and its mean step `beside` other jobs in the window.
 
     The parts of a job's step are measured on its busiest worker; for a program, they are means over all workers. For
-    each part (`computing`, `bubble`, and each kind of communication), `longer_s` has the seconds that it takes longer
-    next to the other jobs than alone. `steps_s` has the seconds of each step. `longest` is the longest step of a job,
-    with workers numbered as in the network.
+    each part (`computing`, `bubble`, and each kind of communication), `longer_s` says how many seconds longer the part
+    takes next to the other jobs than alone. `steps_s` has the seconds of each step. `longest` is the longest step of a
+    job, with workers numbered as in the network.
     """
 
     alone: Step | ProgramStep
@@ -66,7 +66,7 @@ class SharedStep:
 
 
 class _Window(NamedTuple):
-    """The window from `begin_s` to `end_s`, with each job's number of simulated steps and its steps in the window."""
+    """The window from `begin_s` to `end_s`: the number of simulated steps of each job, and the steps `inside` it."""
 
     begin_s: float
     end_s: float
@@ -75,7 +75,7 @@ class _Window(NamedTuple):
 
 
 def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
-    """Join programs: worker w of program j becomes worker `places[j][w]`; the rest of all `workers` is idle.
+    """Join programs: worker w of program j becomes worker `places[j][w]`; the rest of the `workers` workers idle.
 
     The joined program has the lanes and communications of each program in turn, and a lane for the idle workers.
     """
@@ -168,7 +168,7 @@ class _Shared:
         return (window.begin_s, window.end_s), result
 
     def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
-        """Return a job's mean step; `alone` and `beside` have its steps with and without its pipeline's transfers."""
+        """Return a job's mean step; `alone` and `beside` are pairs: steps with its pipeline's transfers and without."""
         job, made, steps_s = self.jobs[j], self.made[j], tuple(map(seconds_of, beside[0]))
         if isinstance(job, Program):
             first, mean = (_mean([program_step(job, lanes) for lanes in steps]) for steps, _ in (alone, beside))

@@ -1,8 +1,8 @@
 """Read the shape of a language model from JSON: from Hugging Face's `config.json`, or from Megatron's arguments.
 
-Both formats have the same numbers under different names; a table lists all names. Numbers that a configuration leaves
-out have the defaults of the libraries: as many heads of keys as of queries, heads of size hidden / heads, and MLPs of
-width 4 x hidden.
+Both formats have the same numbers under different names; a table lists all names. If a configuration leaves numbers
+out, the defaults of the libraries apply: there are as many heads of keys as of queries, a head has the size hidden /
+heads, and an MLP has the width 4 x hidden.
 """
 
 from __future__ import annotations

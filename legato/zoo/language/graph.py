@@ -117,7 +117,7 @@ def _experts(x: Value, shape: LanguageModel) -> Value:
 
 
 def _grouped(x: Value, name: str, units: int, shape: LanguageModel) -> Value:
-    """Add one layer that multiplies each expert's rows by this expert's matrix."""
+    """Add one layer that multiplies the tokens (rows) of each expert by this expert's matrix."""
     rows, width = x.shape
     variables = [x.net.variable(f"{name}/expert{e}/weights", width, units) for e in range(shape.experts)]
     return x.net.layer(name, "split", [x], (rows, units), variables=variables, flops=2 * rows * width * units)

@@ -65,7 +65,7 @@ FIRST_PASSES = 2
 
 
 class Attachment:
-    """legato's part of one `DistributedDataParallel`; the parts of all ranks act together.
+    """The connection of legato to one `DistributedDataParallel` on this rank; all ranks' attachments act together.
 
     `legato.attachment(model)` returns the attachment of a model. Parameters, gradients and the optimizer's state are up
     to date whenever they are read.
@@ -147,7 +147,7 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan in use. The plan has no effect if all passes are left to DDP (`reason`)."""
+        """Return the plan in use. If DDP runs all passes (`reason` says why), the plan has no effect."""
         return self._plan
 
     @property
@@ -274,7 +274,7 @@ class Attachment:
             self._rest()
 
     def _end(self) -> None:
-        """Detach from the model now, because its gradients belong to another DDP."""
+        """Detach from the model now, because a new DDP around the same model owns the gradients."""
         self.is_detached, self._kept = True, None
         self._carry_out(None)
         self._rest(at_once=True)
@@ -374,8 +374,8 @@ class Attachment:
     def _former_attachments(self) -> list[Attachment]:
         """Return the attachments that the parameters already have.
 
-        If the result can change what the ranks do, garbage is collected first. Otherwise one rank might still find an
-        attachment that the program has dropped, and another rank might not.
+        If one of these attachments can change what the ranks do, garbage is collected first. Otherwise one rank might
+        still find an attachment that the program has dropped, and another rank might not.
         """
 
         def found() -> dict[int, Attachment]:
@@ -389,7 +389,7 @@ class Attachment:
     def _choose(self) -> None:
         """Decide whether DDP or legato runs the pass that begins, from facts that all ranks know; nothing is sent.
 
-        Plans usually change at the end of a backward pass, which all ranks run; one rank alone may run a forward pass.
+        One rank alone may run a forward pass, but all ranks run a backward pass, so plans usually change at its end.
         A change to or from a sharded plan happens before a forward pass, because gradients cannot be resharded.
         """
         if not self.reason and (reason := self._pass_reason()):
@@ -413,7 +413,7 @@ class Attachment:
         return (None if self.reducer is None else self.reducer.plan) is not self._wanted
 
     def _pass_ended(self) -> None:
-        """Exchange the facts that decide on later passes. Called after each backward pass that sends, on all ranks.
+        """Exchange the facts that decide who runs later passes. Call it on all ranks after a backward pass that sends.
 
         As under DDP, one rank alone may run forward passes, but not a backward pass that sends.
         """
@@ -464,12 +464,12 @@ class Attachment:
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _let_rebuild(self) -> None:
-        """Let DDP rebuild its buckets before the ranks communicate. While DDP runs a pass, it has done so already."""
+        """Let DDP rebuild its buckets before the ranks communicate, unless it runs a pass: then it has rebuilt them."""
         if self._ddps is None or not self._ddps.running:
             self._idle.rebuild_now()
 
     def _change_together(self) -> None:
-        """Change to the wanted plan: now, between two steps, or at the end of a backward pass that is still to come."""
+        """Change to the wanted plan now, or after the backward pass of a forward pass that has already run."""
         if self.reason or self._first:
             return
         if self._shards is not None or self._plan.shard != "none":
@@ -606,7 +606,7 @@ class Attachment:
         return reducer
 
     def _moving(self, slots: Callable[[], Sequence[Slot]] | None = None) -> AbstractContextManager[None]:
-        """Return a context in which to make buckets: the gradients that the program holds move to the new buckets."""
+        """Return a context for making buckets, which moves the gradients that the program holds to the new buckets."""
         return nullcontext() if self._kept is None else self._kept.moving(slots)
 
     @cached_property
@@ -661,7 +661,7 @@ class Attachment:
             self._forward.begin(self.reducer, compiled)
 
     def _puts_ddp_away(self) -> bool:
-        """Put DDP's own reducer away, and return True, unless the reducer has a new communication hook.
+        """Put DDP's own reducer away and return True; if it has a new communication hook, return False instead.
 
         A program can register a hook only after it has asked for the reducer, which has brought the reducer back.
         """
@@ -759,7 +759,7 @@ def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the method if its object still exists. Autograd's nodes never drop their hooks."""
+    """Return a function that calls the method while its object exists: autograd's nodes keep hooks forever."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -43,7 +43,7 @@ class DriftMonitor:
         self._suspected = False
 
     def pass_ended(self, messages: Messages) -> str:
-        """Measure the pace, and compare it when it is time to; call this after each backward pass that sends.
+        """Measure the pace, and compare it at the end of a window; call this after each backward pass that sends.
 
         Returns a description of what has become slower or faster, or an empty string.
         """
@@ -82,7 +82,7 @@ class DriftMonitor:
 
 
 def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
-    """Yield descriptions: how the computation of the rank that changed most changed, and how the network changed."""
+    """Yield descriptions of changes: in the computation of the rank with the largest change, and in the network."""
     factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
     rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
     if _differs(factors[rank]):

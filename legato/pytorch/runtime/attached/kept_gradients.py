@@ -1,4 +1,4 @@
-"""Gradients to which a program keeps references: under `gradient_as_bucket_view`, they move along with the buckets.
+"""Gradients to which a program keeps references; with `gradient_as_bucket_view`, they move to each new bucket.
 
 With `gradient_as_bucket_view`, DDP keeps each `.grad` in its bucket, as the same tensor in all passes. A program may
 list the gradients once, and from then on read, clip or send them through its list, whatever `zero_grad` does to
@@ -69,7 +69,7 @@ class KeptGradients:
             self._known[name] = [TensorWeakRef(tensor) for tensor in (*kept, grad)]
 
     def _kept(self, name: str) -> list[Tensor]:
-        """Return the gradients that still exist and have the parameter's shape, dtype and device, the latest last."""
+        """Return the gradients that still exist and have the parameter's shape, dtype and device, from old to new."""
         like = self._parameters[name]
         found = [tensor for reference in self._known[name] if (tensor := reference()) is not None]
         return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
@@ -97,7 +97,7 @@ _of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
 
 
 def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
-    """Return the model's kept gradients, which remain when legato is detached; `parameters` are trained from now on."""
+    """Return the model's kept gradients, which outlive an attachment; record that `parameters` are now trained."""
     found = _of_models.setdefault(ddp, KeptGradients())
     found.train(parameters)
     return found

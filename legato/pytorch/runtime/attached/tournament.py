@@ -31,7 +31,7 @@ SAME = 0.005
 
 
 class Measured(NamedTuple):
-    """The measurement of a plan: `seconds` per step, the number of timed `steps`, and how far turns differ (`scatter`).
+    """The measurement of a plan: `seconds` per step, the number of timed `steps`, and the `scatter` of its turns.
 
     `seconds` is the median over the plan's turns. `scatter` is the median difference between a turn and `seconds`, in
     seconds per step.
@@ -121,7 +121,7 @@ class Tournament:
         return [mine / best for mine, best in zip(self._rounds[i], self._rounds[leader], strict=True)]
 
     def _is_as_fast(self, i: int) -> bool:
-        """Return whether a contestant is as fast as the leader, within `SAME` or the scatter of their ratios."""
+        """Return whether a contestant's time is above the leader's by at most `SAME` or the scatter of their ratios."""
         ratios = self._ratios(i)
         middle = statistics.median(ratios)
         return middle <= 1 + max(SAME, _scatter(ratios, middle))

@@ -5,13 +5,13 @@ dimension. A shard is a range of a parameter's elements in the order of its memo
 dimensions. A shard of d dimensions has at most 2 d - 1 boxes: one of whole rows, and at most d - 1 for each of the
 partial rows at its beginning and end, which are divided in the same way. Each box is a view of the shard. An entry is
 saved under the name that torch's `get_optimizer_state_dict` gives it, with the parameter's shape. So a checkpoint does
-not depend on the plan: any number of ranks, other plans and optimizers that are not sharded can load it, and a sharded
-optimizer can load their checkpoints.
+not depend on the plan: it can be loaded by any number of ranks, under any plan, and by optimizers that are not sharded.
+A sharded optimizer can also load their checkpoints.
 
 [Note: entries without values] A program must name the entries that it wants to load, but a new optimizer has no
-entries. The names and kinds of entries come from a step of the user's optimizer on stand-ins of two elements. Entries
-get memory when something is loaded into them. If the optimizer has no entries for a parameter yet, because no gradient
-has arrived, None is saved under the names of the entries.
+entries. So legato runs a step of the user's optimizer on stand-ins (parameters of two elements) to learn the names and
+kinds of entries. Entries get memory when values are loaded into them. If a parameter has had no gradient, the optimizer
+has no entries for it, and a checkpoint stores None under their names.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
-    `ranges` has the elements `start` to `stop` (exclusive) of each shard, in row-major order of the dimensions, which
-    `order` permutes (None: not permuted). `flats` has the shards' values, or None while there are none. If `flats` is
-    None, every element is saved with the value `begins`. If `begins` is None as well, None is saved in place of the
-    tensor.
+    `ranges` has the elements `start` to `stop` (exclusive) of each shard. They are counted in row-major order, after
+    `order` has permuted the dimensions (None does not permute). `flats` has the shards' values, or None while there are
+    none. If `flats` is None, every element is saved with the value `begins`. If `begins` is None as well, None is saved
+    in place of the tensor.
     """
 
     ranges: list[tuple[int, int]]
@@ -226,7 +226,7 @@ class OptimizerState:
         return {p: names[p] for p in mine}
 
     def _settings(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the loaded groups without their parameters."""
+        """Return the settings of the loaded groups; raise `InputError` if a group has other parameters here."""
         names = self._names()
         for i, (group, other) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
             mine = [names[p] for p in group["params"]]
@@ -239,7 +239,7 @@ class OptimizerState:
     def _state(
         self, saved: dict[str, Any], first: dict[nn.Parameter, Any], shards: Shards
     ) -> dict[Any, dict[str, Any]]:
-        """Return the loaded entries of each shard, and of each parameter that is not sharded."""
+        """Return the loaded entries, by shard for sharded parameters and by parameter for all others."""
         names = self._names()
         state: dict[Any, Any] = defaultdict(dict)
         for p, held in _held(self._optimizer, shards).items():
@@ -275,8 +275,8 @@ def _first_entries(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the entries that the optimizer's first step makes for each parameter.
 
-    The entries come from a step on stand-ins of two elements. `settings` replace the settings of the optimizer's
-    groups.
+    The entries come from a step on stand-ins of two elements. If given, `settings` are used in this step instead of the
+    settings of the optimizer's groups.
     """
     blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
@@ -286,7 +286,7 @@ def _first_entries(
 
 
 def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the entries of stand-ins of two elements when their first step begins; no entries if these are unknown."""
+    """Return the entries that stand-ins of two elements have before their first step; none if these are unknown."""
     blank, stand_ins = _blank(optimizer, shards)
     for group in optimizer.param_groups if begins_with_step(blank) else ():
         begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})
@@ -353,14 +353,14 @@ def _has_values(value: Any) -> bool:
 
 
 def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
-    """Return whether a parameter's entries are in their state before its first step: it has never had a gradient."""
+    """Return whether a parameter has never had a gradient: its entries have the values of before the first step."""
     step = entries.get("step")
     step = step.flats[0] if isinstance(step, LocalShards) and step.flats else step
     return step is not None and begins_with_step(optimizer) and float(step) == 0
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
-    """Return shard i's part of an entry (a copy if the entry is a single number); `like` is a stand-in's entry."""
+    """Return shard i's part of an entry (or a copy of a single number); `like` is the same entry of a stand-in."""
     if isinstance(value, LocalShards):
         assert value.flats is not None
         is_number = isinstance(like, Tensor) and not like.dim()

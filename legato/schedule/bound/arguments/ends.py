@@ -34,10 +34,10 @@ _MOMENTS, _REFINEMENTS = 16, 3
 
 
 def finish(near: Sequence[float], tensors: Sequence[int], work: Sequence[float], first: float) -> float:
-    """Return f, the earliest time at which these tensors can have been sent; each message takes `first` to start.
+    """Return f, the earliest time at which these tensors can have been sent; each message costs `first` seconds.
 
-    `near` has the release time (or the tail) of each tensor of the workload, and `work` has the work of each of
-    `tensors`.
+    A message also takes the work of its bytes. `near` has the release times (or the tails) of all tensors of the
+    workload; `work` has the work of the tensors in `tensors`.
     """
     return merge_neighbours(*_inward(near, tensors, work), LinearCost(first, 1))[0]
 
@@ -49,10 +49,10 @@ def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]
 
 
 class Ends(Argument, frozen=True, tag="ends"):
-    """The time to send these tensors, counted from the end `at` of the period, plus the least time at the other end.
+    """The time to send these tensors, counted from one end of the period, plus the least time at the other end.
 
-    If `at` is a number, the argument is "Both", and `at` is a moment in seconds. The bound is then the moment plus the
-    time to send all bytes that cannot have been sent before the moment.
+    `at` names the end from which to count, or is a moment in seconds (the argument "Both"). With a moment, the bound is
+    the moment plus the time to send all bytes that cannot have been sent before the moment.
     """
 
     tensors: tuple[int, ...]
@@ -60,7 +60,7 @@ class Ends(Argument, frozen=True, tag="ends"):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Try promising sets from one end of the period; then try the best sets, and all tensors, from both ends."""
+        """Try promising sets from one end of the period; then try the best of these and all tensors from both ends."""
         certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
         found = [certificate.proves(problem) for certificate in certificates]
         yield from map(Proved, found, certificates)
@@ -120,7 +120,7 @@ class Capacity(NamedTuple):
     """How much the network can carry, seen from one end of the period.
 
     `release` has an entry for each tensor; `finish[j]` is the time f for the first j tensors, and `work[j]` is their
-    work. A message takes `first` to start.
+    work. Each message takes `first` seconds in addition to the work of its bytes.
     """
 
     release: Sequence[float]
@@ -135,7 +135,7 @@ class Capacity(NamedTuple):
         return cls(release, finish, [*accumulate(work, initial=0)], first)
 
     def _start(self, j: int) -> float:
-        """Return the start of the best message that ends with tensor j, minus the work that is done before it."""
+        """Return when the best message ending with tensor j can start, minus the work that is sent before it."""
         ready = self.release[j]
         i = bisect_right(self.finish, ready, hi=j + 1)  # one of two i is best, as in `merge_optimal.py`
         start = ready - self.work[i - 1] if i else math.inf
@@ -161,7 +161,7 @@ class HalvesCapacity:
     """How much the network can carry if a message is one half of an all-reduce, or both halves."""
 
     def __init__(self, release: Sequence[float], work: Sequence[float], half: float) -> None:
-        """Prepare the capacity. A half takes `half` to start, and then its `work`; `release` must not decrease."""
+        """Prepare the capacity. Each half takes `half` seconds plus its `work`; `release` must not decrease."""
         self.begin, self.startup = release[0], 2 * half
         self.any = Capacity.of(release, [2 * part for part in work], half)
         self.one_kind = Capacity.of(release, work, half)
@@ -181,12 +181,12 @@ def counts(most: int) -> Iterator[int]:
 
 
 def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
-    """Yield pairs (end, set of tensors): first sets that matter if bytes are expensive, then if startups are expensive.
+    """Yield pairs (end, set of tensors), first for networks with expensive bytes, then with expensive startups.
 
     The first family comes from the latest deliveries of Jackson's schedule. Suppose that a tensor with tail q arrives
     at C, and that from `begin` to C the network is never idle and sends only tensors with tails of at least q. The
-    tensor is late because of the tensors with release time >= begin and tail >= q. The second family has sets of 1, 2,
-    3, 4, 6, 8, 11, 16 and so on tensors: those with the longest tails, and those with the latest release times.
+    tensor is late because of the tensors with release time >= begin and tail >= q. In the second family, a set has the
+    1, 2, 3, 4, 6, 8, 11, 16 (and so on) tensors with the longest tails, or with the latest release times.
     """
     release, tail = problem.release, problem.tail
     everything = range(len(release))

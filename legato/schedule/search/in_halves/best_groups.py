@@ -1,12 +1,12 @@
 """The groups of tensors that follow from the bound "equal pairs"; if the bound is exact, they are the best groups.
 
-If workers update only their shards, everything can be scattered before anything is gathered. Let c be the moment when
-the first all-gather begins, and T the shortest time of an iteration in which, for some c, all reduce-scatters fit
-before c and all all-gathers fit after c (`bound/arguments/equal_pairs.py`). Groups are formed one after another,
-beginning with the bytes that are ready last and needed first. Each group has as many bytes as T and c allow. For a
-chain of layers without updates and one collective, no plan that scatters everything first is faster than these groups.
-If the two passes spend their time in different layers, it can be better to gather some gradients before the last ones
-are scattered. Only the search finds such plans (`group_search.py`).
+If workers update only their shards, all reduce-scatters can be sent before all all-gathers. Let c be the moment when
+the first all-gather begins. T is the time of the shortest iteration for which there is a c such that all
+reduce-scatters fit before c and all all-gathers after c (`bound/arguments/equal_pairs.py`). Groups are formed one after
+another, beginning with the bytes that are ready last and needed first. Each group has as many bytes as T and c allow.
+If the workload is a chain of layers without optimizer ops, and the cluster has one collective, no plan that scatters
+everything first is faster than these groups. If the two passes spend their time in different layers, it can be better
+to gather some gradients before the last ones are scattered. Only the search finds such plans (`group_search.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def best_groups(
 
 
 def _work(sets: NestedSets, half_s: float, moment_s: float, seconds: float) -> list[float]:
-    """Return the seconds of sending one half of all bytes up to each group's end, except for the last group's."""
+    """Return, for each group but the last, the seconds to send one half of all bytes up to the group's end."""
     found: list[float] = []
     at, count = 0, len(sets.work_s)
     while at < count:

@@ -64,7 +64,7 @@ def label(fabric: str | Fabric) -> str:
 
 
 def made(found: Any, name: str) -> Fabric:
-    """Return `found` if it is a fabric; otherwise call it (a class or a function) to make one. Raises `InputError`."""
+    """Return `found` if it is a fabric; if it is a class or function, call it to make one. Raises `InputError`."""
     if not isinstance(found, Fabric) or isinstance(found, type):
         with blame(name):
             found = found()
@@ -90,7 +90,7 @@ def fabric(name: str | Fabric, **options: Any) -> Fabric:
 
 
 def fitting(name: str | Fabric, options: Mapping[str, Any]) -> Fabric:
-    """Return the fabric with this name, with the options that apply to it. Raises `InputError` as `fabric` does."""
+    """Return the fabric with this name; ignore options that it does not have. Raises `InputError` as `fabric` does."""
     known = _options(name)
     return fabric(name, **{key: value for key, value in options.items() if key in known})
 

@@ -2,10 +2,10 @@
 
 A fabric describes how gradients become sums (`reduce`) and how sums reach all workers (`distribute`), by adding
 transfers to a graph; it does not compute times. `reduce` and `distribute` take and return arrays of ids of services,
-with one row per fragment. Service `ready[m, r]` ends when worker r may send fragment m. Service `held[m, ...]` ends
-when the sum of fragment m is complete, or the part of this sum that a worker or server holds. `distribute` returns a
-service for each fragment and worker, which ends when the worker has the whole sum of the fragment. Arrays that are
-passed to the topology have one row per fragment, too.
+with one row per fragment. Service `ready[m, r]` ends when worker r may send fragment m. The services `held[m, ...]` end
+when the sum of fragment m is complete; if several workers or servers hold parts of the sum, each service ends when one
+part is complete. `distribute` returns a service for each fragment and worker, which ends when the worker has the whole
+sum of the fragment. Arrays that are passed to the topology have one row per fragment, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fabric(Protocol):
         ...
 
     def symmetric(self, network: Network) -> bool:
-        """Return whether every worker sends alike over equal links in this fabric, if all workers compute alike."""
+        """Return whether all workers send the same over equal links in this fabric when they compute the same."""
         ...
 
     def simulated(self, network: Network) -> int:

@@ -33,10 +33,10 @@ __all__ = ["Iteration", "Unrolled"]
 class Iteration:
     """The ids of the services of an iteration.
 
-    Services in `forward` and `backward` [segment, rank] compute. Services in `launched` [message, rank] end when a
-    worker launches a message. Services in `summed` [reducing fragment, ...] end when a sum is complete. Services in
-    `released` [distributing fragment, ...] end when a sum may be distributed. Services in `received` [distributing
-    fragment, rank] end when a sum has arrived at a worker.
+    Services in `forward` and `backward` [segment, rank] are computation of a worker. Services in `launched` [message,
+    rank] end when a worker launches a message. Services in `summed` [reducing fragment, ...] end when a sum is
+    complete. Services in `released` [distributing fragment, ...] end when a sum may be distributed. Services in
+    `received` [distributing fragment, rank] end when a sum has arrived at a worker.
     """
 
     forward: Ids
@@ -48,7 +48,7 @@ class Iteration:
 
 
 class Unrolled:
-    """A graph (`topology.graph`) of several iterations of a plan on a fabric, one for each factor of `slowdown`."""
+    """A graph (`topology.graph`) of iterations of a plan on a fabric; `slowdown` scales the computation of each."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Unrolled:
         self._begin: Ids = np.empty(0, np.int32)
 
     def build(self, begin: Ids | None = None) -> Unrolled:
-        """Add all iterations to the graph, and return self. Iteration k waits for `begin[k]` if this service exists."""
+        """Add all iterations to the graph, and return self. If service `begin[k]` exists, iteration k waits for it."""
         if begin is not None:
             self._begin = begin
         if self.fabric.servers:
@@ -121,7 +121,7 @@ class Unrolled:
 
     @property
     def disturbed(self) -> dict[int, Profile]:
-        """Return, for each rank whose computation is disturbed, how much longer it takes over time."""
+        """Return, for each rank with disturbances, how much they lengthen its computation over time."""
         compute, numbers = self.profiles.compute, self.topology.numbers.tolist()
         return {rank: compute[number] for rank, number in enumerate(numbers) if number in compute}
 

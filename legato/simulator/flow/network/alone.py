@@ -1,11 +1,11 @@
-"""One worker that represents all workers: the bytes that it sends also arrive at it, in place of a neighbour's bytes.
+"""Simulate one worker in place of all workers: the bytes that it sends also arrive at it, as a neighbour's would.
 
 If all workers behave alike, another worker sends the same transfer at the same time. So a transfer of a worker occupies
 the worker's outgoing link and also its incoming link ([Note: symmetry] in `topology.py`). The incoming link receives
 exactly what the outgoing link has sent, in the same order. So, in this simulation, a transfer is only one service,
-called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip that counts n-1
-times. The graph has the same size for any number of workers. The engine adds the same times in the same order as for
-all transfers, so times are equal to the last bit.
+called a *trip*. The n-1 steps of a ring, or the n-1 transfers of an all-to-all exchange, are one trip that is repeated
+n-1 times. The graph has the same size for any number of workers. The engine adds the same durations in the same order
+as if all workers were simulated, so times are equal to the last bit.
 
 Exceptions are transfers that are so short that adding their duration to a time does not change it (in 64 bits). Links
 may serve these very short transfers in another order.
