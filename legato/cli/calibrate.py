@@ -55,7 +55,7 @@ def calibrate(
 ) -> None:
     """Measure the cost of an all-reduce between the processes of this job.
 
-    Start it with torchrun, on the same machines and with the same number of processes as the training. With
+    Start this command with torchrun, on the same machines and with the same number of processes as the training. With
     --collectives, more collectives are measured, and plans can choose one for every message. If training runs on the
     CPU, use --training: then predictions include how much messages slow down computation, and how much computation
     slows down messages. --nccl-tests needs neither torchrun nor PyTorch.

@@ -194,7 +194,7 @@ def _summary(format: str, found: Imported, job: Workload, output: Path, timeline
 
 
 def show_measures(measures: Sequence[RankMeasure]) -> None:
-    """Print one line for each rank's step."""
+    """Print a line with the measurements of each rank's step."""
     for m in measures:
         waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
         note(

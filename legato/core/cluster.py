@@ -39,11 +39,12 @@ _ROUNDING = 1e-9
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The time of a collective of n bytes, which is `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
-    The floor is the time of the work that a backend does on the hosts while it sends. This work takes longer than
-    sending a small message; a large message takes longer and hides the work. If a collective has several algorithms, no
-    line fits its times. For such a collective, `points` has measured (bytes, seconds), and the cost is interpolated
-    between these points. Alpha and beta are then a lower bound on all points, and there is no floor. `off` is the
-    largest relative error of the cost at a measured size, or 0 if `following` found at most 20%.
+    The floor is the time that a backend works on the hosts for each message. This work goes on during the transfer: it
+    determines the time of a small message, but is hidden by the longer transfer of a large one. If a collective has
+    several algorithms, no line fits its times. For such a collective, `points` has measured (bytes, seconds), and the
+    cost is interpolated between these points. Alpha and beta are then a lower bound on all points, and there is no
+    floor. `off` is the largest relative error of the cost at a measured size, or 0 if `following` found an error of at
+    most 20%.
     """
 
     alpha_s: float
@@ -95,7 +96,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     def above_floor(self, nbytes: float, number: type = float) -> Any:
-        """Return the seconds of a message of `nbytes` bytes, computed in the type `number` and without the floor."""
+        """Return the seconds of a message of `nbytes` bytes without the floor, as a number of the type `number`."""
         if not self.points:
             return number(self.alpha_s) + number(self.beta_s_per_byte) * nbytes
         k = min(bisect.bisect_right(self.points, (nbytes, math.inf), 1), len(self.points) - 1)
@@ -128,10 +129,10 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         """Fit a cost to (bytes, seconds) samples by least squares; each square is divided by the sample's seconds.
 
         With these weights, large sizes determine beta, and small sizes determine alpha and the floor. Large sizes carry
-        most bytes of a plan. With absolute errors the largest size would determine alpha as well; with relative errors
-        the small messages, whose times scatter, would bend the line. Alpha and beta are at least 0. The cost gets a
-        floor if the floor makes the sum of squares less than half as large. Raises `InputError` if there are fewer than
-        two distinct sizes, or if a time is not above 0.
+        most bytes of a plan. Unweighted squares would let the largest size determine alpha as well. Squares of relative
+        errors would let small messages, whose times scatter, change beta. Alpha and beta are at least 0. The cost gets
+        a floor if the floor makes the sum of squares less than half as large. Raises `InputError` if there are fewer
+        than two distinct sizes, or if a time is not above 0.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -204,7 +205,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _last_rate(points: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds per byte between the last two points, which also hold for larger messages."""
+    """Return the seconds per byte between the last two points; this rate also holds beyond the last point."""
     (x, y), (later, longer) = points[-2:]
     return (longer - y) / (later - x)
 
@@ -218,7 +219,7 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
 
 
 def _halved(cost: LinearCost) -> LinearCost:
-    """Return the cost of messages that are sent in half their bytes."""
+    """Return the cost of messages of which only half the bytes are sent."""
     points = tuple((2 * x, y) for x, y in cost.points)
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s, points, cost.off)
 
@@ -280,9 +281,8 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     If workers compute all the time while a message of n bytes is in flight, the message takes `delay.cost(n)` seconds
     longer, and computation loses `overhead.cost(n)` seconds of the processor. (LogP has such an overhead o per message,
-    and LogGPO per byte.) If workers compute during only a part of the message's time, the same part of delay and
-    overhead counts. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its
-    message.
+    and LogGPO per byte.) If workers compute during only a part of the message's time, delay and overhead shrink in
+    proportion. `pack_s_per_byte` is the time that the worker spends on copying a byte of a gradient into its message.
     """
 
     delay: LinearCost
@@ -311,11 +311,11 @@ class Cluster(
     values from which the costs were derived. `bandwidth_bps` and `latency_s` are None if the costs were measured.
     `send_s` (seconds) is the part of the latency for which a send keeps its sender busy: messages that a worker sends
     together start `send_s` apart. If `send_s` is None, it was not measured, and `SEND_S` is assumed.
-    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` maps the names of collectives
-    that are pipelined in chunks, and then the number of chunks (at least 2), to measured costs. `unpack_s_per_byte` is
-    the time to copy a byte of an averaged gradient from its message into the gradient that the optimizer reads.
-    `contention` is None if computation and messages do not slow each other down, for example because a network card
-    sends the messages.
+    `reduce_s_per_byte` is the time to add one byte of one gradient to another. `depths` has the measured costs of
+    collectives that are pipelined in chunks, by the name of the collective and the number of chunks (at least 2).
+    `unpack_s_per_byte` is the time to copy a byte of an averaged gradient from its message into the gradient that the
+    optimizer reads. `contention` is None if computation and messages do not slow each other down, for example because a
+    network card sends the messages.
     """
 
     workers: Int64
@@ -368,8 +368,8 @@ class Cluster(
         or the latency if that is less.
 
         The first of `collectives` is the default. If there are servers, `collectives` can include `PARAMETER_SERVER`,
-        whose cost is for many messages that are spread evenly over the servers. Raises `InputError` on an unknown
-        collective or a number out of range.
+        whose cost assumes many messages, spread evenly over the servers. Raises `InputError` on an unknown collective
+        or a number out of range.
         """
         if not (isinstance(workers, int) and workers >= 1):
             raise InputError(f"workers: {workers} (expected at least 1)")
@@ -442,7 +442,7 @@ class Cluster(
         return [name for name in self.collectives if name not in UNDIVIDED]
 
     def reduction_s_per_byte(self, collective: str) -> float:
-        """Return the seconds per byte for adding up gradients in an all-reduce, as far as a derived cost has them."""
+        """Return the seconds per byte for adding up gradients in an all-reduce, or 0 if its cost is not derived."""
         if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
             return 0.0
         return COLLECTIVES[collective].cost(self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
@@ -518,10 +518,10 @@ class Cluster(
         )
 
     def least_costs(self) -> list[LinearCost]:
-        """Return costs without floors; every message takes at least the least cost, in any collective and at any depth.
+        """Return costs without floors; no message takes less time than the cheapest of these costs says.
 
-        Pipelining in chunks can hide only the reduction, and the second half of a message has no reduction. The result
-        therefore has one more cost, without reduction, for each derived collective that can be pipelined.
+        This holds for every collective and depth. Pipelining in chunks can hide only the reduction, and all-gathers
+        reduce nothing. So each derived collective that can be pipelined also has a cost without reduction here.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:

@@ -2,7 +2,7 @@
 
 The bound holds for all divisions of the model's units into contiguous groups, whether or not groups are resharded, for
 any prefetch depth, and for any number of reductions in flight. Memory limits how much is gathered ahead, how much waits
-to be reduced, and the size of groups. The bytes for which these limits leave no room cross the network between two
+to be reduced, and the size of groups. Bytes that do not fit within these limits must cross the network between two
 computations. Therefore a step takes at least as long as the longest path through its computations and the transfers
 between any two computations. docs/fully_sharded_bound.md has the proof. Units: seconds and bytes.
 """
@@ -34,7 +34,7 @@ _RANGES = 16
 
 
 class WrappingBound(NamedTuple):
-    """The lower bound of a step, in seconds, with its computation and its waits for the network in each part.
+    """The lower bound of a step, in seconds: its computation, and the waits for the network before, in and after it.
 
     The time is infinite if no wrapping fits into the memory.
     """
@@ -64,8 +64,8 @@ def lower_bound(
 ) -> WrappingBound:
     """Return the bound of a step of one micro-batch without replicas, with at most `memory_nbytes` allocated at once.
 
-    `node` is the largest number of ranks to which groups may be resharded, or None if they may not. Units that
-    wrappings leave to the root must be marked as `rooted`. Raises `InputError` if no unit is left for groups.
+    `node` is the largest number of ranks to which groups may be resharded, or None if no group may be. Units that
+    belong to the root in all wrappings must be marked as `rooted`. Raises `InputError` if no unit is left for groups.
     """
     chain = _Chain(units, costs, math.inf if memory_nbytes is None else memory_nbytes, node)
     if not chain.held.any():
@@ -85,7 +85,7 @@ def lower_bound(
 class _Chain:
     """The units in the order of the forward pass as arrays: their bytes on the network, and their memory.
 
-    In these arrays, units that no group can hold have no bytes; the bytes of the root are separate.
+    In these arrays, units that must belong to the root have 0 bytes; `root` has their bytes.
     """
 
     def __init__(self, units: Sequence[Unit], costs: Costs, memory: float, node: int | None) -> None:
@@ -132,7 +132,7 @@ class _Chain:
         return bool(min(self.memory - 2 * self.gathered.max(), self.room.min(), self.full.min()) >= 0)
 
     def exposed_s(self, end: int) -> float:
-        """Return the least seconds of the first group, from gather to reduction, if it ends at unit `end` or later."""
+        """Return the least seconds from gather to reduction of a first group that ends at unit `end` or later."""
         first = int(np.argmax(self.held))
         gathered, scattered = (float(sizes[: end + 1].sum()) for sizes in (self.gathered, self.scattered))
         reduction = self.costs.scatter.cost(scattered) if scattered else 0.0
@@ -140,7 +140,7 @@ class _Chain:
         return self.costs.gather.cost(gathered) + float(own) + reduction
 
     def bound(self, forward: Array, backward: Array, ends: tuple[int, int]) -> WrappingBound:
-        """Return the bound if the first group ends in this range of units."""
+        """Return the bound for wrappings whose first group ends in this range of units."""
         forward, backward = forward.copy(), backward.copy()
         forward[0] = self._outer(self.costs.gather, self.gathered, self.root[0], self.largest_gather, ends)
         last = self._outer(self.costs.scatter, self.scattered, self.root[1], self.largest_reduction, ends)
@@ -151,10 +151,10 @@ class _Chain:
         return WrappingBound(forward_s + backward_s, self.compute_s, *parts)
 
     def _outer(self, cost: LinearCost, sizes: Array, root: float, largest: float, ends: tuple[int, int]) -> Array:
-        """Return the seconds that collectives take before each forward computation, or after each backward computation.
+        """Return the least seconds of the collectives before each forward (or after each backward) computation.
 
-        These are the collectives of the root, and collectives that carry at least all units up to this computation.
-        From the first unit of the first group on, the collectives carry at least the whole first group.
+        The collectives are gathers (or reductions). They carry the root and all units up to this computation, and, from
+        the first unit of the first group on, at least this whole group.
         """
         until = sizes.cumsum()
         count = (until[ends[0]] > 0) + _count(np.maximum(until - until[ends[1]], 0.0), largest)
@@ -169,10 +169,10 @@ class _Chain:
         return _seconds(self.costs.gather, nbytes, _count(nbytes, self.largest_gather))
 
     def backward(self) -> Array:
-        """Return the seconds of transfers between two backward computations; the last column has only gathers.
+        """Return the seconds of transfers between two backward computations.
 
         Rows and columns are in the order of the backward pass. The first row is the end of the forward pass. The last
-        column is the end of the backward pass.
+        column is the end of the backward pass, and has only gathers.
         """
         room, full, sure, timely = (values[::-1] for values in (self.room, self.full, self.sure, self.timely))
         read = _until(np.maximum(self.read - (self.part - 1), 0.0)[::-1])

@@ -4,8 +4,8 @@ The module has the rules of `torch.distributed.fsdp.fully_shard` (torch 2.13), i
 work. The rules produce a program, which `legato.core.program.clock` runs. A piece of work starts after the previous
 piece in its stream and after the events for which its stream waits. A collective also starts after the collective that
 was issued before it on the same communicator. Gathers and reduce-scatters share a communicator. Gathers inside a host
-have another communicator, but share the stream of all gathers. Memory does not depend on times: buffers are allocated
-and freed in the order of the program.
+have a communicator of their own, but run in the same stream as all other gathers. Memory does not depend on times:
+buffers are allocated and freed in the order of the program.
 
 docs/fully_sharded.md explains the rules and what they leave out. Units: seconds and bytes.
 """
@@ -152,11 +152,11 @@ _OPERATIONS: dict[str, Operation] = {
 
 
 class _Issued(NamedTuple):
-    """A `Piece` that has no times yet, but places: positions in the list of the compute stream's actions.
+    """A `Piece` before its times are known; a place is a position in the list of the compute stream's actions.
 
-    A collective has a `number`. A collective begins when the compute stream has reached its `place`, and both the
-    previous collective with the same `line` and the collective `after` have ended. A computation begins at its `place`
-    and ends at `until`.
+    A collective has a `number`. A collective begins when the compute stream has reached its `place`, the previous
+    collective of its `line` has ended, and so has the collective with the number `after`. A computation begins at its
+    `place` and ends at `until`.
     """
 
     kind: str
@@ -214,7 +214,7 @@ class _Rules:
         self.first, self.last = self._by_unit()
 
     def _by_unit(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return, for each unit, the groups that begin with it, and the groups that end with it, the root outermost."""
+        """Return the groups by their first units, and the groups by their last units, with the root outermost."""
         first: list[list[int]] = [[] for _ in self.units]
         last: list[list[int]] = [[] for _ in self.units]
         for k in sorted(range(len(self.groups)), key=lambda k: (k != self.root, k)):
@@ -235,7 +235,7 @@ class _Rules:
             )
 
     def lane(self) -> list[Action]:
-        """Return the actions of the compute stream, and the start of each collective at the earliest possible point."""
+        """Return the actions of the compute stream; each collective starts as early as its place allows."""
         starts: dict[int, list[Start]] = defaultdict(list)
         for one in self.collectives:
             starts[one.place] += [Start(one.number)] if one.line != "issue" else []
@@ -323,7 +323,7 @@ class _Rules:
         self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
-        """Return the bytes that a unit's gradients need: 0 if each gradient is at once added to an existing one."""
+        """Return the bytes of memory for a unit's gradients, which is 0 if they are added to existing gradients."""
         k = self.group_of.get(u)  # None if the unit has no parameters
         adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
@@ -444,7 +444,7 @@ class _Rules:
             self._free(group.gathered)
 
     def _release_copied(self) -> None:
-        """Free the output of the gather that was copied last, when the next one is copied or the forward pass ends."""
+        """Free the output of the last copied gather, when the next gather is copied or the forward pass ends."""
         if self.last_copied is not None:
             held, place = self.last_copied
             self._gather_later(place)
@@ -468,7 +468,7 @@ class _Rules:
             self.actions.append(Wait(number))
 
     def _gather_later(self, place: int) -> None:
-        """Let all gathers that are issued from now on begin at this place of the program, or later."""
+        """Let all gathers that are issued from now on begin no earlier than this place of the compute stream."""
         self.gather_from = max(self.gather_from, place)
 
     def _begin(self, kind: str, line: str, k: int, nbytes: int, after: int | None = None) -> int:

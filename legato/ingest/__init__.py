@@ -1,4 +1,4 @@
-"""Importers turn other programs' traces into a `Workload` and a measured `Timeline` (import floor 1 in docs/design.md).
+"""Importers turn other programs' traces into a `Workload` and a measured `Timeline`.
 
 `kineto` reads traces of the PyTorch profiler, and `execution_trace` joins them with PyTorch execution traces. `chakra`
 reads and writes MLCommons Chakra; `send_trace` reads and writes the CSV traces of the Network Operator Edition. All
@@ -18,7 +18,7 @@ __all__ = ["FORMATS", "Format"]
 
 
 class Format(NamedTuple):
-    """A format of traces: the function that reads one worker's workload and, if any, the one for all ranks' program.
+    """A format of traces: a function that reads one worker's workload, and perhaps one that reads all ranks' program.
 
     Each function is written as `module:name`, with a module of `legato.ingest`. A function takes the
     files, and options as keywords.
@@ -28,7 +28,7 @@ class Format(NamedTuple):
     program: str | None = None
 
     def reader(self, *, program: bool = False) -> Callable[..., Imported]:
-        """Return the function for programs if `program` is set and the format has one, else the one for workloads."""
+        """Return the function for workloads, or, with `program`, the function for programs if the format has one."""
         module, _, name = ((self.program if program else None) or self.workload).partition(":")
         read: Callable[..., Imported] = getattr(import_module(f"legato.ingest.{module}"), name)
         return read

@@ -49,7 +49,7 @@ class TracedOp:
 
 
 class Sent(NamedTuple):
-    """A send to a peer or a receive from a peer, with the `purpose` of its group."""
+    """A send to a peer or a receive from a peer; `purpose` is the program's name for the group of both."""
 
     kind: str
     peer: int
@@ -126,7 +126,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """The time in which one kind of collective runs in a step, and the exposed part of this time (seconds).
+    """The seconds for which collectives of one kind run in a step, in total and while nothing is computed (exposed).
 
     Collectives of one kind that run at the same time count once; collectives of different kinds count for each kind.
     FSDP issues all-gathers in both passes, so all-gathers of different phases (`phase`) are different kinds.
@@ -150,8 +150,8 @@ class RankMeasure:
     delays of computation that was already launched but had to wait for late ranks. `overlap` (alpha), `rho` and
     `utilization` are defined as in TicTac and Caramel. `host_overlap` is the overlap that a plan can change: like
     alpha, but waits for late ranks are left out, and the device's waits for its host count as computation. `kinds`
-    divides N and exposed N by kinds of collectives. The kind `wait` is the time in which an operator waits for a
-    collective although the trace says that it has ended.
+    divides N and exposed N by kinds of collectives. The kind `wait` is the time for which an operator waits for a
+    collective that has ended according to the trace.
     """
 
     rank: int
@@ -173,12 +173,12 @@ class RankMeasure:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """A group of FSDP2 in a step: one call of `fully_shard`, with the bytes of all ranks. The root has no modules.
+    """A group of FSDP2 in a step: one call of `fully_shard`. It counts the bytes of all ranks. The root has no modules.
 
     `reshard` is the apparent value of `reshard_after_forward`: False if the group was not gathered in the backward
-    pass. `ahead` has, for the forward and for the backward pass, how many groups before the group's own hook its gather
-    is issued. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has a time for each
-    module, in the order in which modules ran, if they can be told apart. An embedding needs no gradient of its input.
+    pass. `ahead` says how many groups before the group's own hook its gather is issued, in the forward and in the
+    backward pass. `gathers` and `scatters` are the numbers of the group's collectives. `forward_s` has the time of each
+    module in the order of their runs, if the trace separates modules. `input_needs_gradient` is False for an embedding.
     """
 
     modules: tuple[str, ...]
@@ -198,9 +198,9 @@ class Sharded:
     """The groups of FSDP2 in the order of the forward pass, with their costs.
 
     Times are for one micro-batch, as medians over the steps. `root_s` are the (forward, backward) times of computation
-    outside all groups, before the first group and after each group. The samples (bytes of all ranks, seconds) are in
-    three lists: all-gathers over `ranks`, all-gathers over fewer ranks, and reduce-scatters. `odd` names something in
-    the trace that the rules of FSDP2 do not cover, or is "".
+    outside all groups, before the first group and after each group. `gathers` (over all `ranks`), `gathers_in_host`
+    (over fewer ranks) and `scatters` have measured (bytes of all ranks, seconds). `odd` names something in the trace
+    that the rules of FSDP2 do not cover, or is "".
     """
 
     groups: tuple[ShardedGroup, ...]

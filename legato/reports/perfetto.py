@@ -45,7 +45,7 @@ def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None)
 def write_perfetto(
     path: str | os.PathLike[str], timelines: Sequence[Timeline], workload: Workload | None = None
 ) -> None:
-    """Write the trace of `to_perfetto` to a file. Raises `FileError`, and then leaves no partial file."""
+    """Write the trace of `to_perfetto` to a file. Raises `FileError` without leaving a partial file."""
     write_text(path, to_perfetto(timelines, workload))
 
 
@@ -78,7 +78,7 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
 
 
 def _inside(span: Span) -> float:
-    """Return the last nanosecond that viewers take as part of a span, in microseconds."""
+    """Return, in microseconds, the last nanosecond at which viewers consider a span as running."""
     return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 

@@ -22,9 +22,9 @@ _SAME = 1e-3
 
 
 def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Return the rows; a cell has an `anomaly` if the same cell with one worse value is faster by more than 0.1%.
+    """Return the rows; a row has an `anomaly` if a cell that is worse on one axis is faster by more than 0.1%.
 
-    The anomaly is `AXIS=VALUE` of the fastest such cell.
+    The cells are equal on all other axes. The anomaly is `AXIS=VALUE` of the fastest worse cell.
     """
     best: dict[int, tuple[float, str]] = {}
     for axis in SWEPT:

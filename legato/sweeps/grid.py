@@ -107,12 +107,12 @@ def _label(one: str | Scheduler | Fabric) -> str:
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The axes of a sweep, in the order of its rows; repeated values count once.
 
-    A fabric is a name or an object; a scheduler is a name or a function. `schedulers` may contain `PLAIN`, and "all"
-    for every scheduler that suits a cell's fabric. `axes` has the values of axes of the network (`core/axes.py`), by
-    field; axes that are left out have their default. With disturbances, all cells simulate one iteration. Each fabric
-    uses the `options` that exist for it (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric
-    with its first scheduler. Formulas need identical hosts behind one switch. Raises `InputError` on unknown names and
-    on numbers outside their range.
+    A fabric is a name or an object; a scheduler is a name or a function. `schedulers` may contain `PLAIN` (one message
+    per tensor) and "all" (every scheduler that suits a cell's fabric). `axes` has the values of axes of the network
+    (`core/axes.py`), by field; axes that are left out have their default. With disturbances, all cells simulate one
+    iteration. Each fabric uses the `options` that exist for it (`legato.simulator.flow.fabric`). Speedups are relative
+    to the first fabric with its first scheduler. Formulas need identical hosts behind one switch. Raises `InputError`
+    on unknown names and on numbers outside their range.
     """
 
     workloads: tuple[Workload, ...]

@@ -28,7 +28,7 @@ _MOST_CELLS = 10_000
 
 
 class _Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on a network: the identity of the job, and the values of the axes that differ from the job's file."""
+    """A job on a network: the identity of the job, and the values of axes that replace those in the job's file."""
 
     job: str
     fidelity: Literal["formulas", "flows"]
@@ -118,7 +118,7 @@ def _run(cell: _Cell, job: Job) -> Outcome:
 
 
 def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, Network | None]:
-    """Return the job with the links in `axes`, and its network of switches (None for formulas). Raises `InputError`."""
+    """Return the job with links as in `axes`, and its network (for formulas, None). Raises `InputError`."""
     job = msgspec.structs.replace(job, machine=with_links(job.machine, axes))
     if fidelity == "formulas":
         return job, None
@@ -128,7 +128,7 @@ def on_network(job: Job, axes: Mapping[str, Any], fidelity: str) -> tuple[Job, N
 
 
 def step_on(job: Job, network: Network | None, lane: int | None = None) -> tuple[Step, FlowStep | None]:
-    """Return the step of a job, and its simulation by flows; without a network, the step by formulas, and None.
+    """Return a job's step and its simulation on the network; without a network, the step by formulas and None.
 
     The parts of a simulated step are the times of the busiest worker (of the given `lane`, if any).
     """

@@ -24,7 +24,7 @@ _ROUND = 4
 
 
 def check_backend(name: str | None) -> None:
-    """Raise `InputError` unless the name is None, or `dask://host:port` or `ray` with its package installed."""
+    """Raise `InputError` unless `name` is None or the name (`dask://host:port`, `ray`) of an installed backend."""
     if name is None:
         return
     kind, _, address = name.partition("://")

@@ -125,7 +125,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[Sw
 
 
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
-    """Return what a cell has in common with its baseline: workload and network, with `servers` servers unless None."""
+    """Return the workload and the network that a cell shares with its baseline; `servers` replaces its servers."""
     return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
 
 

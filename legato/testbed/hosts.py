@@ -19,11 +19,11 @@ interfaces.
 [Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too large, small messages take no time. If the
 bucket is too small, the timer refills it too late, and the link is slower than it should be. TCP passes down segments
 of up to 64 KiB, which tbf has to split if they do not fit into the bucket. A segment costs the same CPU time at any
-size, so large ones are better. Sending a segment therefore takes half a millisecond (at most 64 KiB), and a bucket
-holds two segments: 125 KB at 1 Gbit. On two cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload, and only
-headers take the rest. With both cores busy, the links carry 95, 93 and 90%. With segments of an eighth of a
-millisecond, they would carry 94, 91 and 84%, and need ten times as long in soft interrupts (3.7 s instead of 0.3 s in a
-run of 9 s) when four hosts send at once.
+size, so large segments are better. Sending a segment therefore takes half a millisecond (at most 64 KiB), and a bucket
+holds two segments: 125 KB at 1 Gbit. On two cores, links of 1, 2 and 5 Gbit then carry 95.6% as payload; the rest is
+headers. With both cores busy, the links carry 95, 93 and 90%. With segments of an eighth of a millisecond, they would
+carry 94, 91 and 84%, and need ten times as long in soft interrupts (3.7 s instead of 0.3 s in a run of 9 s) when four
+hosts send at once.
 
 [Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's setting is. Machines of some clouds use
 BBR, which paces its sends by its own estimate of the link's rate, and from time to time sends almost nothing to measure

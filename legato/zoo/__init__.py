@@ -153,10 +153,9 @@ def workload(  # noqa: PLR0913
     `batch_size` counts samples (images, sentences); the default comes from the paper that uses the model. `device` is
     any `Device` or the name of one in `DEVICES`, and `precision` is one of `PRECISIONS`. The defaults are `v100` and
     `fp32`, and for language models `h100` and `bf16`. If `device` is a `Machine` (`legato.zoo.presets` has some), a
-    language model takes the computing time of a whole job on one GPU (`legato.zoo.language.layer`); fp32 takes twice
-    this time. If `forward_s` or `backward_s` (seconds) is given, such as a published total, the ops of that pass are
-    scaled to add up to it. `gradients` is the precision in which gradients are sent, by default the precision of the
-    computation.
+    language model computes as long as a whole job on one GPU (`legato.zoo.language.layer`), and twice as long in fp32.
+    If `forward_s` or `backward_s` (seconds) is given, such as a published total, the ops of that pass are scaled to add
+    up to it. `gradients` is the precision in which gradients are sent, by default the precision of the computation.
 
     For large models, `recompute` repeats the forward pass of each block in the backward pass. `accumulate` divides the
     batch into this number of micro-batches, and only the last one sends the gradients. `replica_devices` divides the

@@ -60,11 +60,11 @@ def job(  # noqa: PLR0913 (all that can be chosen about a job)
 ) -> Job:
     """Return a whole training job: a language model, the GPUs that share it, and how one step runs.
 
-    `model`, `machine` and `framework` are objects or names; a machine's name may be the path of a file. The default of
-    `data` is 1, or `gpus` divided by the product of the other dimensions. An interleaved schedule has 2 `chunks` by
-    default. `overlap` lists the kinds of communication that run during computation; by default, the framework decides.
-    All other arguments are fields of `Job` and `Mesh`. Raises `InputError` if a name is unknown (the error lists
-    similar names), or if `Job` raises it.
+    `model`, `machine` and `framework` are objects or names; a machine's name may be the path of a file. By default,
+    `data` is 1, or if `gpus` is given, `gpus` divided by the product of the other dimensions. An interleaved schedule
+    has 2 `chunks` by default. `overlap` lists the kinds of communication that run during computation; by default, the
+    framework decides. All other arguments are fields of `Job` and `Mesh`. Raises `InputError` if a name is unknown (the
+    error lists similar names), or if `Job` refuses its fields.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if data is None:

@@ -52,7 +52,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Layout:
-    """The options about how a whole job is divided among GPUs. If any is given, the file holds a whole job."""
+    """The options about how a whole job is divided among GPUs. With any of them, the file holds a whole job."""
 
     PANEL: ClassVar = "Whole jobs (language models): with any of these, the file holds a job"
 
@@ -311,7 +311,7 @@ def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Repor
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
-    """Raise `InputError` if an option was typed that needs a simulation of links, but the fidelity is formulas."""
+    """Raise `InputError` if the fidelity is formulas and a given option needs a simulation of links."""
     typed = [axis.name for axis in machine.typed("switches")] + [name for name, value in others.items() if value]
     if typed and fidelity == "formulas":
         option = typed[0].replace("_", "-")

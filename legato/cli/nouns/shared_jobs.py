@@ -141,7 +141,7 @@ def _values(step: Step | ProgramStep) -> dict[str, Any]:
 
 
 def _longer(found: SharedStep) -> str:
-    """List what other jobs add to each part of a step, largest first, as shares of the step of the job alone."""
+    """List by how much other jobs prolong parts of a step, largest first, as shares of the step of the job alone."""
     more = {part: seconds / found.alone.seconds for part, seconds in found.longer_s.items()}
     shown = sorted((part for part in more if abs(more[part]) >= _LEAST_SHARE), key=lambda part: -more[part])
     return ", ".join(f"{part} {percent(more[part], signed=True)}" for part in shown) or "nothing"

@@ -147,7 +147,7 @@ def _plans(
 
 
 def _fits_baseline(network: Network) -> bool:
-    """Return whether the fabric that is the baseline of speedups has every server that a disturbance names."""
+    """Return whether every server that a disturbance names exists in the fabric to which speedups are relative."""
     from legato.simulator.flow import BASELINE, FABRICS
 
     return all(one.kind != "server" or one.number < FABRICS[BASELINE].servers for one in network.disturbances)
@@ -158,8 +158,8 @@ def _rows(
 ) -> tuple[list[dict[str, Any]], Timeline]:
     """Return one row per fabric with a plan, and the timeline of the fastest fabric.
 
-    If the baseline of speedups is not among the fabrics, it is also simulated if `with_baseline` is true; otherwise,
-    speedups are None.
+    Speedups are relative to a baseline. With `with_baseline`, a baseline that is not among the fabrics is simulated
+    too. Without a simulated baseline, speedups are None.
     """
     from legato.simulator.flow import BASELINE, FABRICS, plain_plan
 
@@ -282,7 +282,7 @@ def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
 
 
 def _is_shown(head: str, texts: set[str]) -> bool:
-    """Return whether the table shows this column: if its values differ, or if it is always of interest."""
+    """Return whether the table shows this column: columns with different values and a few important ones are shown."""
     return len(texts) > 1 or head == "iteration" or (head in ("utilization", "faster with") and bool(texts))
 
 
@@ -307,7 +307,7 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
 
 
 def _sends(grid: Grid) -> list[str]:
-    """Return in words how long a send keeps its sender busy, or nothing if a send never keeps its sender busy."""
+    """Return in words how long a send keeps its sender busy; the list is empty if this time is 0."""
     latencies_s, (send_s,) = grid.values["latency_s"], grid.values["send_s"]
     latest_s = min(SEND_S, max(latencies_s)) if send_s is None else send_s
     less = ", or the latency" if latest_s > min(latencies_s) else ""

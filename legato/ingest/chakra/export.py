@@ -118,7 +118,7 @@ def _op_needs(workload: Workload, plan: Plan, op: int, covering: dict[str, list[
 
 
 def _message_needs(workload: Workload, plan: Plan, number: int) -> set[int]:
-    """Return the nodes that a message needs: ops that produce its gradients, or an all-gather's reduce-scatters."""
+    """Return the nodes that a message needs: the ops of its gradients, or the reduce-scatters before an all-gather."""
     names = {piece.tensor for piece in plan.messages[number].slices}
     if plan.messages[number].kind != "all_gather":
         return {tensor.ready_after for tensor in workload.tensors if tensor.name in names}

@@ -36,7 +36,7 @@ class TraceNode:
 
 
 def frame(message: Any) -> bytes:
-    """Return the bytes that a file has for a message: the message's length, then the message."""
+    """Return the bytes of a message in a file: the message's length, then the message."""
     data = message.SerializeToString()
     length, head = len(data), bytearray()
     while length > 127:

@@ -95,7 +95,7 @@ def import_chakra_program(
 
 
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
-    """Return the files by rank. The rank is in the name (`<prefix>.<rank>.et`), or else is the index in `paths`."""
+    """Return the files by rank. A file without a rank in its name (`<prefix>.<rank>.et`) has its index in `paths`."""
     found: dict[int, Path] = {}
     for position, path in enumerate(paths):
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
@@ -185,7 +185,7 @@ class _Graph:
         return order
 
     def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
-        """Return nodes in topological order (Kahn's algorithm, ties by id), without nodes that need a cycle's nodes."""
+        """Return nodes in topological order (Kahn's algorithm, ties by id), without cycles and what depends on them."""
         left: dict[int, int] = {}
         feeds: dict[int, list[int]] = {}
         for key, deps in needs.items():
@@ -243,7 +243,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Return phases by comparing ids, which grow over time, with the ids on autograd's thread (`*_backward`)."""
+        """Return each node's phase: backward if it was launched between the ids of autograd's thread (`*_backward`)."""
         threads = {
             n.attributes.get("tid")
             for n in self.order
@@ -277,7 +277,7 @@ class _Graph:
 
     @property
     def computing(self) -> set[int]:
-        """Return the nodes that are ops, without sends and receives."""
+        """Return the ids of the kept nodes, without sends and receives."""
         return {node.id for node in self._kept if node.type not in SEND_RECEIVE}
 
     def ops(self) -> list[TracedOp]:

@@ -44,14 +44,14 @@ class Graph(Protocol):
     """An execution trace, which complements the profiler trace of the same steps."""
 
     def describe(self, trace: Trace) -> None:
-        """Add to `trace` the shapes that the profiler did not record. Raises `FileError` on another process's trace."""
+        """Add the shapes that the profiler did not record. Raises `FileError` if `trace` is of another process."""
 
     def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
         """Return the ops of a trimmed step with their data dependencies."""
 
 
 class _Step(NamedTuple):
-    """A step on all ranks; each field maps the rank to its traced step, its trimmed step or its measurements."""
+    """A step on all ranks; the fields have the traced step, the trimmed step and the measurements by rank."""
 
     whole: dict[int, TracedStep]
     trimmed: dict[int, TracedStep]
@@ -126,7 +126,7 @@ def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Not
 def _imported(
     title: str, every: list[_Step], chosen: int, workers: int | None, graph: Graph | None, notes: Notes, keep_idle: bool
 ) -> Imported:
-    """Return the import: the chosen rank's step of median length, and what its other steps add."""
+    """Return the result of the import: the chosen rank's step of median length, with data of its other steps."""
     lengths_s = [step.whole[chosen].length_s for step in every]
     number = lengths_s.index(statistics.median_low(lengths_s))
     whole, steps, measures = every[number]
@@ -257,7 +257,7 @@ def _workload(
 
 
 def _together(step: TracedStep, notes: Notes) -> set[int]:
-    """Return the ops between the backward pass and the optimizer's step, if one of them needs all gradients."""
+    """Return the ops between the backward pass and the optimizer's step, if any of these ops needs all gradients."""
     moments, updated_s = step.host_s.tolist(), step.phases.optimizer_s
     found = {i for i, op in enumerate(step.ops) if op.phase == "optimizer" and moments[i] < updated_s}
     if not any(_ALL_GRADIENTS.search(step.ops[i].name) for i in found):
@@ -279,7 +279,7 @@ def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
-    """Return a progress callback for each time that a file is read; every file is read twice."""
+    """Return a progress callback for each reading of a file; every file is read twice."""
     sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
     if progress is None:
         return [None for _ in sizes]
@@ -326,7 +326,7 @@ def _check_one_rank(trace: Marks) -> None:
 
 
 def _first(traces: dict[int, Marks], rank: int | None) -> int:
-    """Return the rank that decides which steps are read: `rank` or the lowest. Other ranks may lack some steps."""
+    """Return the rank whose steps are read on all ranks: `rank` or the lowest. Others may lack some of its steps."""
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
@@ -340,7 +340,7 @@ def _longest(measures: Sequence[dict[int, RankMeasure]]) -> int:
 
 
 def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
-    """Return the step named or numbered `step`; without `step`, all steps, or the middle ones of a long trace."""
+    """Return the step named or numbered `step`; without `step`, all steps (of a long trace, only the middle steps)."""
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:

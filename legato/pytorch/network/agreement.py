@@ -92,7 +92,7 @@ def raise_together(problem: str, group: Any) -> None:
 
 
 def first_said(problem: str, group: Any) -> str:
-    """Return, on every rank, the number and the message of the first rank that has a message; "" if none has."""
+    """Return, on every rank, the number and the message of the first rank with a message; "" if no rank has one."""
     gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
         if said := text.rstrip(b"\0").decode(errors="replace"):
@@ -159,7 +159,7 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
 
 
 def gather_bytes(data: bytes, group: Any, wait: Callable[[Any], None]) -> list[bytes]:
-    """Return the bytes of all ranks, in the order of the ranks; `wait` waits for a collective."""
+    """Return the bytes of all ranks, in the order of the ranks; `wait` is called to wait for each collective."""
     sizes = [int(size) for (size,) in gather_numbers([len(data)], group, wait)]
     mine = _to_tensor(data.ljust(max(1, *sizes), b"\0"), group)
     gathered = [torch.empty_like(mine) for _ in sizes]
@@ -187,7 +187,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None])
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
-    """Overwrite tensors with rank `source`'s tensors, in one collective per dtype and device, and per 250 MiB.
+    """Overwrite tensors with rank `source`'s; tensors of one dtype and device share collectives of about 250 MiB.
 
     `wait` waits for a collective.
     """
@@ -200,7 +200,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
 
 
 def sum_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
-    """Replace tensors by their sums over the ranks, in one collective per dtype and device, and per 250 MiB."""
+    """Replace tensors by their sums; tensors of one dtype and device share collectives of about 250 MiB."""
     for part in _parts(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in part])
         wait(dist.all_reduce(flat, group=group, async_op=True))

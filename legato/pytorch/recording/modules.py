@@ -125,5 +125,5 @@ class _Reads(DispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the dense tensors, which have a storage, in nested arguments or results."""
+    """Yield the dense tensors (only these have a storage) among nested arguments or results."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)

@@ -44,8 +44,8 @@ class Joined:
 def divided(messages: Iterable[Message], most: float) -> list[Message]:
     """Divide each message that is larger than `most` bytes into consecutive messages, and return all messages.
 
-    Tensors are partitioned where necessary. Each part of a message except the last holds `most` bytes, or up to
-    `ALIGNMENT` bytes less. `most` is at least `ALIGNMENT`.
+    Tensors are partitioned where necessary. All parts of a message but the last hold `most` bytes, or less by up to
+    `ALIGNMENT` bytes. `most` is at least `ALIGNMENT`.
     """
     found: list[Message] = []
     for message in messages:

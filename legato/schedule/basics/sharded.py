@@ -28,10 +28,10 @@ def check_shard(shard: str) -> None:
 
 
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
-    """Return a sharded plan with the same groups of tensors as this plan, which sends all-reduces or their halves.
+    """Return a sharded plan with the same groups of tensors as this plan of all-reduces or their halves.
 
     `Plan.sharded` makes the messages, with the all-gathers in the order in which the forward pass first reads their
-    parameters. The optimizer ops run between the passes, in the order in which their reduce-scatters arrive. Backward
+    parameters. The optimizer ops run between the passes, in the order in which their reduced gradients arrive. Backward
     and forward ops keep their order. With `shard="none"`, the plan is returned unchanged. Raises the same errors as
     `Plan.sharded`.
     """
@@ -55,7 +55,7 @@ def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
 
 
 def with_sharded_updates(workload: Workload, workers: int) -> Workload:
-    """Return the workload of one worker if its optimizer ops update only a shard."""
+    """Return the workload of a worker that updates only its shard, so that its optimizer ops take less time."""
     ops = (
         msgspec.structs.replace(op, duration_s=op.duration_s / workers) if op.phase == "optimizer" else op
         for op in workload.ops

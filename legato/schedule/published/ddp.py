@@ -70,9 +70,9 @@ def ddp(
 
 
 def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tuple[int, int]]:
-    """Return each bucket as (start, stop), as `dist._compute_bucket_assignment_by_size` forms it, up to `most` bytes.
+    """Return DDP's buckets (`dist._compute_bucket_assignment_by_size`) of at most `most` bytes, as (start, stop).
 
-    A larger tensor is a bucket of its own.
+    A tensor of more than `most` bytes has a bucket of its own.
     """
     buckets: list[tuple[int, int]] = []
     start = stop = held = 0
@@ -90,11 +90,11 @@ def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tup
 def bucket_caps(plan: Plan) -> list[float]:
     """Return the `bucket_cap_mb_list` (MiB) that makes stock DDP's buckets equal to this plan's messages.
 
-    Each cap is the exact size of its bucket, so a bucket is full with its last tensor and not before. Sizes below 2**53
-    bytes are exact in MiB as floats. The caps are correct for models of one dtype, and for plans that merge neighbours
-    in DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on a workload captured from the
-    same model. Raises `PlanError` if buckets cannot do what the plan does, because the plan partitions tensors or sends
-    messages other than all-reduces.
+    Each cap is the exact size of its bucket, so a bucket reaches its cap with its last tensor and not before. Sizes
+    below 2**53 bytes are exact in MiB as floats. The caps are correct for models of one dtype, and for plans that merge
+    neighbours in DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on a workload captured
+    from the same model. Raises `PlanError` if buckets cannot do what the plan does, because the plan partitions tensors
+    or sends messages other than all-reduces.
     """
     seen = set()
     for i, message in enumerate(plan.messages):

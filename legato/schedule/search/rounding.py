@@ -1,23 +1,24 @@
 """The choice of messages to send in a wire format: as few bytes as make the iteration as fast as possible.
 
 Idea: a wire format stores a value in two bytes instead of four. A wire format halves the cost of a message, but rounds
-its gradients. Most messages are hidden behind computation and need not be faster. So the fastest of several plans, each
-with everything exact or everything rounded, shows how short an iteration can be. Then messages become exact again, as
-long as the iteration takes at most `TOLERANCE` longer than the shortest one. torch's compression hooks round
-everything, which is `all-bf16` and `all-fp16` here.
+its gradients. Most messages are hidden behind computation and need not be faster. So several plans are simulated, with
+everything exact and with everything rounded. The fastest one shows how short an iteration can be. Then messages become
+exact, as long as the iteration takes at most `TOLERANCE` longer. torch's compression hooks round everything, which is
+`all-bf16` and `all-fp16` here.
 
-If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. Without startup
-times, and with preemption, it is known which tensors can be exact in a given time (`exact_shares`). `legato` also makes
-plans that keep these exact tensors and the rounded tensors in separate messages.
+If a message mixes tensors that must be rounded with tensors that need not be, all of it is rounded. If startup cost
+nothing and messages could be interrupted, it would be known which tensors can be exact in an iteration of a given
+length (`exact_shares`). `legato` also makes plans that keep these exact tensors and the rounded tensors in separate
+messages.
 
 The messages that can be exact together are chosen greedily, in three orders: the first message first, the largest
-first, and the last first. If an exact message makes the iteration too long, the message is not tried again with more
-exact messages. Branch and bound found no better choice in any of 18 cells of the zoo and of random networks; the plan
-that is returned is simulated in any case. A message that stays rounded may be divided into an exact and a rounded
-message. Bisection finds the largest possible exact part.
+first, and the last first. A message that makes the iteration too long when it becomes exact is not tried again after
+further messages have become exact. Branch and bound found no better choice in any of 18 cells of the zoo and of random
+networks; the plan that is returned is simulated in any case. A message that stays rounded may be divided into an exact
+and a rounded message. Bisection finds the largest possible exact part.
 
-Both halves of an all-reduce have the same format. If messages gather other slices than were scattered, all halves are
-exact or all are rounded.
+Both halves of an all-reduce have the same format. If an all-gather and its reduce-scatter have different slices, either
+all halves of the plan are exact or all are rounded.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -90,10 +91,10 @@ def rounded(
 
     The plan's iteration takes at most `TOLERANCE` longer than the fastest of these plans with everything exact or
     everything rounded. If several plans round equally many bytes, the fastest plan is returned, or the first of equally
-    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` returns more
-    plans, given the time that an iteration may take. With `divide`, all-reduces may be divided. If a plan already has
-    some messages in a wire format, one of the attempts makes its other messages exact first. If `rounding` rounds all
-    messages, the fastest plan with everything rounded is returned.
+    fast plans. `fit` chooses a message's collective and depth for the bytes that are sent. `regroup` makes more plans
+    to choose from, for the time that an iteration may take. With `divide`, all-reduces may be divided. If a plan
+    already has some messages in a wire format, one of the attempts makes its other messages exact first. If `rounding`
+    rounds all messages, the fastest plan with everything rounded is returned.
     """
     wire, fit = cast(Wire, rounding.removeprefix("all-")), fit or _as_it_is
 
@@ -137,8 +138,8 @@ def exact_shares(
 
     With preemption, all tensors arrive in time for an iteration of `limit_s` if, for all x and y, the tensors with
     release times of at least x and tails of at least y need at most limit_s - x - y (Horn, 1974). The amounts that can
-    be exact then form a polymatroid: if the tensors, one after another, each become exact as far as the time allows,
-    the sum is the largest possible one, whatever their order. `order(release_s, tail_s, nbytes)` is a sort key for this
+    be exact then form a polymatroid: if one tensor after another becomes exact as far as the time allows, as many bytes
+    as possible are exact, whatever the order of the tensors. `order(release_s, tail_s, nbytes)` is a sort key for this
     order.
     """
     times, slope = heads_tails(workload, "one", "captured"), cheapest_line(cluster, workload.nbytes).beta_s_per_byte
@@ -232,7 +233,7 @@ def _events(plan: Plan, workload: Workload) -> int:
 def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
     """Return units of messages (indices) that share a format: one all-reduce, or the two halves of an all-reduce.
 
-    If any half has no other half with the same slices, all halves form one unit.
+    If the slices of some reduce-scatter and its all-gather differ, all halves of the plan form one unit.
     """
     halves: dict[frozenset[Slice], list[int]] = {}
     for i, message in enumerate(messages):
@@ -335,7 +336,7 @@ def _divided(
 
 
 def _longest(i: int, least: int, most: int, at_end: bool, allowed: Callable[[_Cut], bool]) -> _Cut:
-    """Return the allowed cut with the longest exact part, from `least` to `most` times ALIGNMENT bytes.
+    """Return the allowed cut with the longest exact part, of `least` to `most` units of ALIGNMENT bytes.
 
     If no cut is allowed, the result has 0 bytes.
     """

@@ -70,8 +70,8 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
 def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]:
     """Yield plans whose messages hold only exact or only rounded tensors, for iterations of `seconds` seconds.
 
-    A tensor is exact if it could be exact in an iteration of this length, or a little shorter, were there no startup
-    times.
+    The exact tensors are those that could be exact in an iteration of this length, or a little less, if startup cost
+    nothing.
     """
     workload = problem.workload
     if len(workload.tensors) > MOST_SHARED:
@@ -95,7 +95,7 @@ def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]
 
 
 def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Message]:
-    """Yield messages with the full bytes of all tensors; in the given messages, rounded tensors have half their bytes.
+    """Yield the messages, in which rounded tensors have half their bytes, with the full bytes of all tensors.
 
     A message with tensors of both kinds becomes two messages. The messages with rounded tensors are marked bf16, but
     the final plan has the format that the user chose.

@@ -55,7 +55,7 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: float
 
     def cluster(self, workers: int, servers: int) -> Cluster:
-        """Return the cluster for planners: pushes and pulls take as long as the slowest links, if these never idle."""
+        """Return the cluster for planners, whose messages take as long as the busiest links need without pauses."""
         copies = max(1.0, workers / servers)
         cost = LinearCost(2 * copies * self.message_s, 2 * copies * 8 / self.bandwidth_bps)
         return Cluster(workers, {PARAMETER_SERVER: cost}, servers)
@@ -177,7 +177,7 @@ class _RuntimeFabric(Servers):
     seed: int | None = None
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        """Push the gradients: each connection sends a gradient when the previous one has arrived."""
+        """Push the gradients: each connection sends a gradient when the previous gradient has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         graph.edge(ready, turn)
@@ -188,7 +188,7 @@ class _RuntimeFabric(Servers):
         return graph.join(sent)[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """Send each worker the updated parameters in its order; one is sent when the previous one has arrived."""
+        """Send each worker the updated parameters in its order, each when the previous parameter has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         servers = topology.server(fragments.server)[:, None]

@@ -1,10 +1,10 @@
 """The links that the groups of a communication use, and the number of connections on each link.
 
 [Note: connections] A group's collective is one flow with several connections of equal speed. A ring passes through each
-host once. There is one ring for each worker that the group has on a host, and each ring enters and leaves a host by the
-card of a different worker. So each card carries one connection. Inside a host, each worker's link carries one
-connection for each ring. A group inside one host also has one ring for each worker. In an all-to-all, each worker has a
-connection to every other worker. A send is one connection.
+host once. There is one ring for each worker that the group has on a host, and each ring enters and leaves a host
+through the network card of a different worker. So each card carries one connection. Inside a host, each worker's link
+carries one connection for each ring. A group inside one host also has one ring for each worker. In an all-to-all, each
+worker has a connection to every other worker. A send is one connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Connections(NamedTuple):
-    """Groups of one shape: the number of rings of each group (1 if it has none), of its hosts, and its links.
+    """Groups of one shape: how many rings (1 if it has none) and hosts each group has, and which links it uses.
 
     A row of `uses` has a group, a link, and the number of the group's connections on that link."""
 
@@ -37,7 +37,7 @@ class Connections(NamedTuple):
     uses: Ints
 
     def latency_s(self, group: int, machine: Machine) -> float:
-        """Return the latency of a collective in a group, including skew, as in `cost.py`."""
+        """Return the latency of a collective in a group, including the wait for late workers."""
         further = int(self.hosts[group]) - 1
         return machine.network_latency_s + machine.hop_s * further if further else machine.latency_s
 
@@ -85,8 +85,8 @@ def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
     """Return three arrays that describe the rings of groups.
 
     The first array has the number of rings of each group. The second has a row (group, worker, worker) for each hop
-    between hosts. The third has a row (group, worker, rings) for each worker that shares its host with other workers of
-    the group."""
+    between hosts. The third has a row (group, worker, number of rings) for each worker that shares its host with others
+    of the group."""
     rings, hops, inside = [], [(0, 0, 0)][:0], [(0, 0, 0)][:0]
     for number, (own, group) in enumerate(zip(on_host.tolist(), members.tolist(), strict=True)):
         by_host: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Write a job as a `Program`: the actions of the pipeline's schedule, with each pass's computing and exchanges."""
+"""Write a job as a `Program`: the pipeline's schedule with the computation and the exchanges of each pass."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Program:
                 yield from (Start(number), Wait(number))
 
     def _numbers(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
-        """Add the exchanges that a stage's worker starts now as communications, and return their numbers."""
+        """Add communications for the exchanges that a stage's worker starts, and return their numbers."""
         every = ((one, self._groups(worker, one.dimensions)) for one in exchanges)
         return [
             self._add(one.kind, one.operation, groups, one.nbytes, one.times)
@@ -146,7 +146,7 @@ class _Program:
         return len(self.communications) - 1
 
     def _groups(self, worker: int, dimensions: tuple[str, ...]) -> Groups:
-        """Return the groups of a lane's workers; the workers of a group differ only in these dimensions of the mesh."""
+        """Return the groups of a lane's workers, whose positions in the mesh differ only in these dimensions."""
         key = (worker, dimensions)
         if key not in self.known:
             inside = {*dimensions} | ({"expert", "replica"} if "data" in dimensions else set())

@@ -27,11 +27,11 @@ class Quotient:
     """A program on a network, with one worker, group and link for each class of equal workers, groups and links.
 
     For each kind (`worker`, `group`, `link`), `standing` has the numbers of the representatives, one for each class.
-    For each class of groups, `links` has the classes of links that can be full, and how many connections the groups of
-    the class have together on one such link. Groups are numbered across all communications: `found[number_of[n]]` has
-    the connections of communication n, and the first group of communication n has the number `first[number_of[n]]`.
-    Communications with the same `order_of` run in the order in which they are started. With `alike=False`, every worker
-    has a class of its own.
+    For each class of groups, `links` has the classes of links that can be full, and the number of connections of these
+    groups on one link of the class. Groups are numbered across all communications: `found[number_of[n]]` has the
+    connections of communication n, and the first group of communication n has the number `first[number_of[n]]`.
+    Communications with the same value in `order_of` run in the order in which they are started. With `alike=False`,
+    every worker has a class of its own.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
@@ -54,7 +54,7 @@ class Quotient:
         self._group_of = self._groups_of_workers()
 
     def _numbered_groups(self) -> list[tuple[Any, str]]:
-        """Return all different tuples of groups, each with the shape of its connections."""
+        """Return each different tuple of groups in the program once, with the shape of its connections."""
         communications, numbers = self.program.communications, dict[tuple[int, str], int]()
         self.order_of, self.afters = self.program.orders(), self.program.afters()
         keys = [(order, shape_of(one.operation)) for order, one in zip(self.order_of, communications, strict=True)]
@@ -65,7 +65,8 @@ class Quotient:
     def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:
         """Return the class of each worker, group and link.
 
-        At first, workers differ by lane and disturbance, links by rate and disturbance, and groups by communication.
+        `refined` divides the first classes: workers by lane and disturbance, links by rate and disturbance, groups by
+        communication, rings and hosts.
         """
         workers = len(self.lane_of)
         joins, group_first = [np.empty((0, 2), np.int64)], [np.empty((0, 3), np.int64)]
@@ -96,11 +97,11 @@ class Quotient:
         return result
 
     def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """Return only the links that can limit a rate, because all others would only make the simulation slower.
+        """Return only the links that can limit a rate; simulating other links would cost time and change nothing.
 
         Each group has one flow at a time, whose rate is highest if no other group sends. A link that has room for all
-        its flows at their highest rates is never full. Of several links that the same groups use equally, one is kept.
-        Disturbed links are always kept.
+        its flows at their highest rates is never full. If the same groups use several links equally, only one of these
+        links is kept. Disturbed links are always kept.
         """
         alone = {
             group: min(1 / (weight * self.s_per_byte[link]) for link, weight in own.items())

@@ -137,7 +137,7 @@ def sends_of(made: Program) -> set[int]:
 
 
 def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
-    """Return the lane of the worker with the most seconds of computing and of waiting for communication in any step."""
+    """Return the lane of the worker that computes and waits for communication for the longest time in any step."""
     return max((lane for lanes in steps for lane in lanes), key=lambda lane: _busy_s(made, lane)).lane
 
 
@@ -201,7 +201,7 @@ def _busy_s(made: Program, lane: LaneTimes) -> float:
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
-    """Return a worker's seconds of computing, and its seconds of waits and updates by kind, without the pipeline."""
+    """Return a worker's seconds of computing, and its seconds of updates and waits by kind, except for the pipeline."""
     actions = made.lanes[lane.lane].actions
     computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
     for at, (begin_s, end_s) in lane.times.items():

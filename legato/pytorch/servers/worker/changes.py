@@ -125,6 +125,6 @@ def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
 
 
 def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:
-    """Return whether a shard has the same bits in the tensor as in the arena, where received shards are."""
+    """Return whether a shard has the same bits in the tensor as in the arena, which holds the received shards."""
     mine = shard.of(tensor.detach()).contiguous().to(arena.elements[shard.index].device)
     return torch.equal(mine.view(torch.uint8), arena.elements[shard.index].view(torch.uint8))

@@ -10,7 +10,7 @@ shift changes. If several neighbouring shifts are equally good, the middle of th
 because there a small error of the shift does least harm. If the best shift is better than both its neighbours, shifts
 near it are tried too, at a half, a quarter and so on of the distance between neighbours.
 
-If jobs keep no pace (fixed period), a shift holds at the start only, and the jobs may drift. On links that serve one
+Without a pace (a fixed period of each job), jobs begin with these shifts, but may drift later. On links that serve one
 transfer at a time, jobs may drift by themselves until their transfers do not meet; on links that transfers share
 fairly, jobs keep their shifts.
 """
@@ -147,7 +147,7 @@ class _Search:
 
 
 def _longest_row(found: list[float]) -> tuple[int, int]:
-    """Return (first, length) of the longest row of values as good as the best; a row may pass the end of the list."""
+    """Return (first, length) of the longest row of values as good as the best; after the last value comes the first."""
     good = [value <= min(found) + _SAME for value in found]
     if all(good):
         return 0, len(found)
