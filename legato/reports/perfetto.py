@@ -142,7 +142,7 @@ def _gradients(spans: list[Span], workload: Workload | None) -> Iterator[tuple[S
 
 
 def _tensor(name: str, known: dict[str, str]) -> str:
-    """Return the tensor whose name a message has."""
+    """Return the tensor after which a message is named."""
     return name if name in known else re.sub(r" \+ ?\d+$", "", name)
 
 
