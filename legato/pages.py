@@ -85,7 +85,7 @@ def _sections(value: Any) -> Sequence[ModelReport]:
 
 
 def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
-    """Return the section of a job: the parts of its step on each network."""
+    """Return the section of a whole job: a chart of the parts of its step on each network."""
     bars = [
         breakdown(", ".join(_AXES[field].write(value) for field, value in row.axes.items()) or name, row.parts)
         for row in rows
@@ -99,7 +99,8 @@ def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
     """Return the section that shows the given values.
 
-    Given a workload and a cluster, but no timeline or measurement, make plans, and call `say` with a note about them.
+    If there are a workload and a cluster, but no timeline and no measurement, plans are made, and `say` gets a note
+    about the plans.
     """
     timelines, measured = found.timelines(), found.one(Measurement)
     workload, cluster = found.one(Workload), found.one(Cluster)
@@ -121,7 +122,7 @@ def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None)
 
 
 class Given(NamedTuple):
-    """The values for a section, with the names of their files, in the given order."""
+    """The values that a section shows, with the names of their files, in the given order."""
 
     found: Sequence[tuple[str, Any]]
 
@@ -136,7 +137,7 @@ class Given(NamedTuple):
         return next(iter(self.of(kind)), None)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return the timelines, each after the baseline that it contains, if any.
+        """Return all timelines; a timeline that contains its baseline comes directly after this baseline.
 
         If several timelines have the same name and source, the names of their files are added.
         """
@@ -160,7 +161,7 @@ def _renamed(timeline: Timeline, name: str) -> Timeline:
 
 
 def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
-    """Return a table of jobs on one network, or of one job's GPUs; nothing if the timelines show plans of one job."""
+    """Return a table of jobs on one network, or of the GPUs of one job; no table for timelines of plans."""
     rows = [
         (
             shorten(t.name, 60),
@@ -175,7 +176,7 @@ def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
 
 
 def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
-    """Return the timelines sorted by name (the names in `first` come first), predicted before measured."""
+    """Return the timelines sorted by name (those in `first` come first), each prediction before its measurement."""
     names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 

@@ -1,4 +1,4 @@
-"""Options for the axes in `core/axes.py`, and the machines that these options or a cluster file describe."""
+"""Options of commands for the axes in `core/axes.py`, and the cluster that these options or a cluster file describe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_SERVERS = {"show_default": "none"}
 
 
 def option(name: str, **own: Any) -> Any:
-    """Return the option for this axis; `own` replaces the default, limits or help of the axis."""
+    """Return the command-line option for this axis; entries of `own` replace the axis's default, limits or help."""
     axis = BY_NAME[name]
     panel = "Fabric" if axis not in NETWORK else "Switches and failures" if axis.part == "switches" else "Network"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
@@ -87,7 +87,7 @@ _MACHINE = Parameter("machine", Parameter.KEYWORD_ONLY, default=None, annotation
 
 @dataclass(frozen=True)
 class Given:
-    """The typed options about a network: a cluster file, a machine, and the values of axes by name."""
+    """The options about a network that the user typed: a cluster file, a machine, and the values of axes by name."""
 
     file: Path | None
     name: str | None
@@ -113,16 +113,16 @@ class Given:
         return None if self.name is None else machine_named(self.name)
 
     def on(self, usual: Machine) -> Machine:
-        """Return the named machine (or `usual` without a name), with the typed options for its links."""
+        """Return the named machine (without a name: `usual`), changed by the typed options for its links."""
         return with_links(self.named() or usual, self.fields())
 
     def machine(self) -> Machine | None:
-        """Return the named machine with the typed options for its links, or None if no machine is named."""
+        """Return the named machine, changed by the typed options for its links, or None if no machine is named."""
         found = self.named()
         return None if found is None else self.on(found)
 
     def refuse_beside_file(self) -> None:
-        """Raise `InputError` if both a cluster file and an option that it replaces were typed."""
+        """Raise `InputError` if a cluster file was typed together with an option whose value the file states."""
         typed = [*(["machine"] if self.name else []), *(name for name in self.axes if BY_NAME[name].in_cluster)]
         if self.file is not None and typed:
             raise InputError(f"--cluster and --{typed[0]}: give one or the other")
@@ -161,12 +161,12 @@ class Given:
         return Machines(Cluster.derive(**values, collectives=known), None, machine)
 
     def values(self, cluster: Cluster) -> dict[str, Any]:
-        """Return the value of every axis of the network, by field; `cluster` has the values of a cluster file."""
+        """Return the value of every network axis, by field; if a cluster file was typed, it was read as `cluster`."""
         found = {axis.field: self._value(axis) for axis in NETWORK}
         return found if self.file is None else found | _of_cluster(cluster)
 
     def several(self) -> dict[str, tuple[Any, ...]]:
-        """Return the list of values of every axis of the network, by field, for a sweep."""
+        """Return, for a sweep, the list of values of every network axis, by field."""
         self.refuse_beside_file()
         found = {axis.field: tuple(self._values(axis)) for axis in NETWORK}
         if self.file is None:
@@ -182,7 +182,7 @@ class Given:
         return self._reached(axis, None if value is None else _parsed(axis, value))
 
     def _reached(self, axis: Axis, value: Any) -> Any:
-        """Return the value that the network reaches: `value` or the default, times its share of a nominal rate."""
+        """Return `value` (or the default), multiplied by the share of this nominal rate that the machine reaches."""
         machine = self.named()
         links = {} if machine is None else links_of(machine)
         stated, share = links.get(axis.field, (axis.usual, 1))
@@ -209,7 +209,7 @@ def _parsed(axis: Axis, value: Any) -> Any:
 
 
 def _of_cluster(cluster: Cluster) -> dict[str, Any]:
-    """Return the values of the axes that a cluster file describes, by field."""
+    """Return, by field, the values that a cluster file has for axes."""
     from legato.simulator.flow import Network
 
     network = Network.of(cluster)
@@ -245,9 +245,9 @@ def _quantities(axis: Axis, text: str) -> list[Any]:
 
 
 def axes(*names: str, cluster: bool = True, values: _Values = "one", **own: dict[str, Any]) -> Group:
-    """Return the options for the axes with a `name` or `part` in `names`; without `names`, for all network axes.
+    """Return the options for the axes whose `name` or `part` is in `names`, or for all network axes without `names`.
 
-    `own` replaces defaults or limits of axes by name. `cluster` adds the option for a cluster file.
+    `own` replaces defaults or limits of the axes that it names. `cluster` adds the option for a cluster file.
     """
     chosen = [axis for axis in NETWORK if not names or axis.name in names or axis.part in names]
     parameters = [_parameter(axis, values, **own.get(axis.name, {})) for axis in chosen]
@@ -269,7 +269,7 @@ FabricOptions = Annotated[dict[str, Any], Group([_parameter(axis) for axis in FA
 
 
 class Machines(NamedTuple):
-    """The cluster that the options describe, and the cluster file or machine that it comes from, if any."""
+    """The cluster that the options describe, and the cluster file or the machine that describes it, if there is one."""
 
     cluster: Cluster
     file: Path | None
@@ -318,7 +318,7 @@ class Machines(NamedTuple):
 
 
 def _beyond_one_switch(network: Network) -> list[str]:
-    """Describe how the network differs from single-GPU hosts behind one switch."""
+    """Describe in which ways the network is more than hosts with one GPU each and one switch."""
     words = []
     if network.gpus_per_host > 1:
         cards = network.gpus_per_host // network.gpus_per_card

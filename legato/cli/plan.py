@@ -183,8 +183,8 @@ def _beside_baseline(
 ) -> Timeline:
     """Return the timeline of the chosen plan, with DDP's timeline as its baseline.
 
-    `plan_others` plans with DDP if it is not among the plans in `found`. With parameter servers, the random order is
-    the baseline instead of DDP. `where` names the job and the network of both timelines.
+    If `found` has no plan of DDP, `plan_others` makes one. With parameter servers, the baseline is the random order
+    instead of DDP. `where` names the job and the network of both timelines.
     """
     name = "random" if chosen.plan.messages[0].kind in ("push", "pull") else "ddp"
     if chosen.plan.scheduler == name:
@@ -255,7 +255,7 @@ def _note_simulated(found: list[Candidate]) -> None:
 
 
 def _least(chosen: Candidate, found: list[Candidate]) -> str:
-    """Say which time no plan can beat, or no plan of all-reduces if no bound for pairs of halves was computed."""
+    """Say which time no plan can beat; without a bound for pairs of halves, say it only for plans of all-reduces."""
     if chosen.kind.sends != "all_reduces":
         return f"no plan can be faster than {format_seconds(chosen.bound.seconds)}"
     pairs = [c.bound.seconds for c in found if c.kind == chosen.kind._replace(sends="pairs")]
@@ -265,7 +265,7 @@ def _least(chosen: Candidate, found: list[Candidate]) -> str:
 
 
 def _note_kinds(found: list[Candidate]) -> None:
-    """Say which bound each plan is compared with, if the bounds differ."""
+    """If the bounds of the plans differ, say which bound holds for which kind of plan."""
     bounds = {(c.kind.sends, c.kind.order): c.bound.seconds for c in found}
     if len(set(bounds.values())) > 1:
         parts = (
@@ -276,7 +276,7 @@ def _note_kinds(found: list[Candidate]) -> None:
 
 
 def _note_collectives(found: list[Candidate], default: str) -> None:
-    """Name the plans that use other collectives than the title says."""
+    """Name the plans that use other collectives than the collective in the title of the table."""
     for candidate in found:
         used = dict.fromkeys(message.collective or default for message in candidate.plan.messages)
         if candidate.plan.messages[0].kind not in ("push", "pull") and list(used) != [default]:

@@ -64,7 +64,7 @@ def _imported(path: Path, kind: type[InputError]) -> ModuleType:
 def blame(doing: str, kind: type[InputError] = InputError) -> Iterator[None]:
     """Turn an exception in the user's code into an error of type `kind`: one line that names the line of the code.
 
-    The message begins with `doing`, which describes the code that ran.
+    The error message begins with `doing`, a description of the code that ran.
     """
     try:
         yield
@@ -103,7 +103,7 @@ def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def own(spec: str) -> Any:
-    """Return what `load` returns, but pickled by value, for processes that cannot import the user's module."""
+    """Return the function that `load` returns, but pickled by value, for processes that lack the user's module."""
     found = load(spec)
     sys.modules.pop(getattr(found, "__module__", ""), None)
     return found

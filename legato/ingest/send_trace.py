@@ -1,15 +1,15 @@
 """Read and write the five-column send trace of the Network Operator Edition (section 5).
 
-A send trace is a CSV file with the header `time_s,parameter,size_bytes,source,destination`. A row has the time when a
-parameter was ready to be queued on the network, the parameter's name (an edge of TensorFlow's graph), its size, and the
-two devices. Sends from workers to parameter servers form the aggregation trace, and sends from servers to workers form
-the distribution trace. The two kinds of traces may be in one file or in several.
+A send trace is a CSV file with the header `time_s,parameter,size_bytes,source,destination`. A row has the time at which
+a parameter was ready to be sent, the parameter's name (an edge of TensorFlow's graph), its size, and the two devices.
+Sends from workers to parameter servers form the aggregation trace, and sends from servers to workers form the
+distribution trace. The two kinds of traces may be in one file or in several.
 
 As in the paper, the times of an aggregation trace are relative to its first event, so the backward time of the first
 gradient is missing. Only the order of the distribution trace counts, because its times depend on the network. `after`
-is the paper's dependency operation: everything that a worker sends up to this operation was pipelined with the forward
-pass and is not a gradient. The moving means and variances of batch normalization are always left out. `drop` leaves out
-other parameters, such as auxiliary logits.
+is the paper's dependency operation: whatever a worker sends up to this operation belongs to the forward pass and is not
+a gradient. The moving means and variances of batch normalization are always left out. `drop` leaves out other
+parameters, such as auxiliary logits.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def import_send_trace(
 ) -> Imported:
     """Import an aggregation trace and, if there is one, a distribution trace.
 
-    Each time between two sends of one worker becomes a backward op; `forward_s` is measured separately, as in the
-    paper. Raises `FileError` for a file that is not a send trace, and `InputError` if no gradient is left or a
-    parameter is sent twice.
+    Each time between two sends of one worker becomes a backward op. The trace has no forward pass, so `forward_s` is
+    measured separately, as in the paper. Raises `FileError` for a file that is not a send trace, and `InputError` if no
+    gradient is left or a parameter is sent twice.
     """
     notes = Notes()
     sends = [send for path in paths for send in read_send_trace(path, progress)]
@@ -123,7 +123,7 @@ def import_send_trace(
 
 
 def _worker(path: Path, sends: list[Send], wanted: str | None) -> str:
-    """Return `wanted`, after checking that it sends to a server; if it is None, return the first worker that does."""
+    """Return the worker `wanted`, or the first worker if it is None; check that this worker sends to a server."""
     workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
     if not workers:
         raise FileError(

@@ -27,7 +27,7 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def doubts(measured: Mapping[str, Sequence[float]], bounds: Mapping[str, float]) -> list[str]:
-    """Return one sentence for each reason to doubt these iterations and lower bounds; both are seconds, by plan."""
+    """Return one sentence for each reason to doubt these iterations and lower bounds, which are in seconds by plan."""
     found = []
     below = {n: 1 - statistics.median(measured[n]) / bound for n, bound in bounds.items() if bound > 0}
     below = {name: share for name, share in below.items() if share > _BELOW}

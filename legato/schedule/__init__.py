@@ -115,13 +115,13 @@ def schedule(
 
     With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for sharded
     plans; the plan of any other scheduler is converted to a sharded one (`sharded`). With `wire`, gradients are sent in
-    bf16 or fp16. `"bf16"` rounds only as many bytes as it takes to make the iteration as fast as possible (`rounded`),
-    and `"all-bf16"` rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published
-    schedulers plan with the cost of messages during computation; `legato` also uses their cost without computation.
-    Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard` is
-    set but the collective cannot be sent in halves, or if `wire` is combined with shards, parameter servers or
-    gradients that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the
-    scheduler itself pass through unchanged.
+    bf16 or fp16. `"bf16"` rounds as few bytes as possible for the fastest iteration (`rounded`), and `"all-bf16"`
+    rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published schedulers plan with
+    the cost of messages during computation; `legato` also uses the cost of messages without computation. Raises
+    `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard` is set but
+    the collective cannot be sent in halves, or if `wire` is combined with shards, parameter servers or gradients that
+    are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the scheduler
+    itself pass through unchanged.
     """
     name, function = label(scheduler), scheduler_named(scheduler)
     check_shard(shard)

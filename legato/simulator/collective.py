@@ -8,8 +8,8 @@ of the time on the network, alpha/2 + beta/2 * n, and the time to add up gradien
 collectives cannot be split (`UNDIVIDED`). The `server` of a message has no effect in this simulation.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as the stream is free and the op's inputs
-exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines the dependencies
-of ops. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and is
+exist. With compute "unlimited" (PACE), every op runs as soon as its inputs exist. `period.py` defines which ops an op
+waits for. Without forward overlap, optimizer and forward ops wait until the last message of the plan has arrived and is
 unpacked (earlier messages are unpacked while later ones are sent). With forward overlap, gradients are read from the
 buffers in which they arrived. Two kinds of tensors are copied: partitioned tensors that are not contiguous in memory
 (`legato.core.layout`), and tensors that are sent in a wire format. The worker's stream gathers a tensor of these two
@@ -18,9 +18,9 @@ kinds just before the first op that reads the tensor. A wire format halves the b
 [Note: contention] If a processor both computes and sends (`Cluster.contention`), time is divided into intervals in
 which the stream runs at most one op and the network carries at most one message. A message proceeds at the pace 1 /
 (cost + delay) while an op runs, and at 1 / cost while no op runs. An op runs at the pace 1 - overhead / (cost + delay)
-while a message is in flight, but at least at `LEAST_PACE`. An op that produces gradients also copies them into their
-messages. Without forward overlap, a stream that waits for the last message unpacks messages that have already arrived.
-With compute "unlimited", there is no contention.
+while a message is in flight, but at least at `LEAST_PACE`. An op that produces gradients also takes the time to copy
+them into their messages. Without forward overlap, a stream that waits for the last message unpacks messages that have
+already arrived. With compute "unlimited", there is no contention.
 
 All workers behave alike, so the timeline has the spans of worker 0 only.
 """
@@ -138,7 +138,7 @@ def _backward_ends(period: Period, plan: Plan, compute: Compute) -> list[int]:
 
 
 def _check_turn(i: int, message: Message, aggregated: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
-    """Raise `PlanError` if no earlier first half has sent the bytes of a second half. Record a first half's bytes."""
+    """Raise `PlanError` for a second half whose bytes no earlier first half has sent; record first halves."""
     first = _SECOND_HALF_OF.get(message.kind)
     for piece in message.slices:
         if first is None:
@@ -160,7 +160,7 @@ def _seconds(cluster: Cluster, message: Message) -> float:
 
 
 def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
-    """Add a slice to sorted spans, none of which it overlaps. Adjacent spans become one span."""
+    """Add a slice to sorted spans that do not overlap the slice. Adjacent spans become one span."""
     start, stop = piece.start, piece.stop
     k = bisect(spans, (start, stop))
     if k < len(spans) and spans[k][0] == stop:
@@ -193,8 +193,8 @@ def _run(period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cl
 class _Run:
     """The simulation of one iteration.
 
-    One cursor goes over the ops in execution order, and another cursor over the messages. Each cursor advances as far
-    as the times that it needs are known. All times are maxima and sums of earlier times, so it does not matter which
+    One cursor goes over the ops in execution order, and another cursor over the messages. Each cursor advances until it
+    needs a time that is not known yet. All times are maxima and sums of earlier times, so it does not matter which
     cursor advances first. If neither cursor can advance, the plan deadlocks: ops and messages wait for each other.
     """
 
@@ -225,7 +225,7 @@ class _Run:
         self.computed = 0
 
     def _shard(self, workers: int) -> None:
-        """Let optimizer ops update a shard, and forward ops read the gathered parameters ([Note: shards])."""
+        """Change the ops: optimizer ops update a shard, and forward ops read gathered parameters ([Note: shards])."""
         period, ops = self.period, self.period.workload.ops
         self.duration, self.reads = list(period.duration_s), list(period.reads)
         for i, op in enumerate(ops):
@@ -255,7 +255,7 @@ class _Run:
         return gather_s
 
     def _copied(self, sizes: dict[str, int], workers: int) -> list[str]:
-        """Return the tensors whose gradients cannot be read from the buffers in which they arrive."""
+        """Return the tensors whose gradients have to be copied from the buffers in which they arrive."""
         rounded = [message for message in self.plan.messages if message.wire is not None]
         names = [name for message in rounded for name in message.tensors]
         exact = [message for message in self.plan.messages if message.wire is None] if rounded else self.plan.messages
@@ -386,7 +386,7 @@ class _ContendedRun(_Run):
                     message_left -= step / busy_s
 
     def begun_op(self, now: float) -> tuple[int | None, float]:
-        """Return the work that the free stream begins now (or None), and the seconds of this work."""
+        """Return the work that the stream, which is idle, begins now (or None), and the seconds of this work."""
         i = self.order[self.computed]
         if self.packed_bytes and self.waits_for_last[i]:
             unpack_s, self.packed_bytes = self.packed_bytes * self.unpack_s_per_byte, 0
@@ -429,7 +429,7 @@ class _ContendedRun(_Run):
 
 
 def _paces(message: _Priced, *, computes: bool) -> tuple[float, float]:
-    """Return the seconds of the message, and the pace of computation during the message."""
+    """Return the seconds that the message takes in all, and the pace of computation during this time."""
     if not computes:
         return message.cost_s, 1.0
     busy_s = message.cost_s + message.delay_s

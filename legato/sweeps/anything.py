@@ -81,11 +81,11 @@ def sweep(
 def sweep(what: Any, *, jobs: int | None = None, backend: str | None = None, progress: Any = None, **given: Any) -> Any:
     """Simulate workloads or whole jobs on every combination of networks, on all cores.
 
-    A property of the network may have one value or several: `bandwidth_bps=[10e9, 25e9], workers=8`. So may `fabric`
-    (names or fabrics) and `scheduler` (names or functions). `fidelity` is by default `transfers`, or `flows` for whole
-    jobs. `jobs` is the number of cores; `backend` names a cluster of machines to run on (`legato.sweeps.parallel`).
-    Each result is a row; `pandas.DataFrame(results.rows)` has all rows. A cell that fails is a row with an error.
-    Raises `InputError` on unknown names and on numbers outside their range.
+    A property of the network may have one value or several: `bandwidth_bps=[10e9, 25e9], workers=8`. `fabric` (names or
+    fabrics) and `scheduler` (names or functions) may also have several values. `fidelity` is by default `transfers`, or
+    `flows` for whole jobs. `jobs` is the number of cores; `backend` names a cluster of machines to run on
+    (`legato.sweeps.parallel`). Each result is a row; `pandas.DataFrame(results.rows)` has all rows. A cell that fails
+    is a row with an error. Raises `InputError` on unknown names and on numbers outside their range.
     """
     several, how = _several(what), {"jobs": jobs, "backend": backend, "progress": progress}
     whole = [isinstance(one, Job) for one in several]

@@ -112,7 +112,7 @@ def _in_hosts(
 
 
 def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tuple[int, int]:
-    """Pass on the progress of process 0; return (k, exit status) of the first process k that fails, or (0, 0)."""
+    """Pass on the progress of process 0; return (k, exit status) for the first process k to fail, or else (0, 0)."""
     events: SimpleQueue[_Event] = SimpleQueue()
     readers = [Thread(target=_report, args=(k, process, events), daemon=True) for k, process in enumerate(processes)]
     for reader in readers:
@@ -131,7 +131,7 @@ def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tup
 
 
 def _report(k: int, process: subprocess.Popen[str], events: SimpleQueue[_Event]) -> None:
-    """Put each line that a process prints to a pipe into `events`; at its end, put (k, its exit status)."""
+    """Put each line that process k prints into `events`; when the process ends, put (k, exit status)."""
     with process:
         for line in process.stdout or ():
             events.put(line)

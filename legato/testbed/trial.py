@@ -57,14 +57,14 @@ class _Runner(Protocol):
     name: str
 
     def iterations(self, count: int) -> list[float]:
-        """Run `count` iterations, and return the times at which their backward passes began (host seconds)."""
+        """Run `count` iterations, and return the times, by the host's clock, at which their backward passes began."""
 
     def trace(self) -> list[Timeline]:
         """Return the timelines of a few iterations."""
 
 
 class _Loop:
-    """The training loop of an emulated model, whatever wraps the model (DDP, for example)."""
+    """The training loop of an emulated model, which DDP or legato may wrap."""
 
     def __init__(self, model: EmulatedModel, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
@@ -145,7 +145,7 @@ class _Hooked(_Ddp):
 
 
 class _Planned:
-    """A plan in legato's runtime; all plans share one wrapped model, which adopts the plan whose turn it is."""
+    """A plan in legato's runtime; all plans share one wrapped model, which runs one plan at a time."""
 
     def __init__(self, name: str, plan: Plan, loop: _Loop) -> None:
         self.name, self.plan, self.loop = name, plan, loop

@@ -39,9 +39,9 @@ _STARTUP = str(Path(__file__).parent / "startup")
 class Settings:
     """Settings of `legato watch`: which steps to record, and what to do with the traces.
 
-    After the first `after` steps and the warm-up, `steps` steps are recorded. A recording is repeated every `every`
-    steps. `stop` ends the script after the first verdict. `output` is the folder that keeps the traces. With `json`,
-    the last verdict is printed when the script has ended.
+    After the first `after` steps and the warm-up, `steps` steps are recorded. Every `every` steps, another recording is
+    made. `stop` ends the script after the first verdict. `output` is the folder that keeps the traces. With `json`, the
+    last verdict is printed when the script has ended.
     """
 
     after: int = 10

@@ -228,8 +228,8 @@ def _of_mesh(
 def _chunks(layers: int, pipeline: int) -> list[int]:
     """Return the numbers of chunks to try for a stage.
 
-    The numbers are `_CHUNKS`, and all divisors above 1 of the number of a stage's layers (also if embeddings and output
-    count as layers).
+    The numbers are `_CHUNKS`, and all divisors above 1 of the number of layers in a stage (with and without counting
+    embeddings and output as two layers).
     """
     found = {one for every in (layers, layers + 2) if every % pipeline == 0 for one in _divisors(every // pipeline)}
     return sorted((found | set(_CHUNKS)) - {1})
@@ -250,9 +250,9 @@ def layouts(
 
     The model, machine and framework are names or objects; a machine's name may be the path of a file. A GPU has
     `memory_nbytes`, by default the machine's memory. Layouts are tried in the order of `floor_s`, a lower bound on the
-    prediction. The search ends when this bound is above the slowest of the best layouts and above the fastest layout
-    that fits. Raises `InputError` on an unknown name (the message suggests the nearest names), if no layout divides
-    evenly, or if none fits in memory.
+    prediction. The search ends when this bound is above the step time of the slowest of the best layouts and of the
+    fastest layout that fits. Raises `InputError` on an unknown name (the message suggests the nearest names), if no
+    layout divides evenly, or if none fits in memory.
     """
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value < 1:

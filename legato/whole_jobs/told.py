@@ -100,7 +100,7 @@ def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Mod
 
 
 def _facts(job: Job, found: Layouts) -> str:
-    """Return facts about a layout except its mesh. Recomputation and sharding are left out if all layouts agree."""
+    """Return facts about a layout, but not its mesh. Recomputation and sharding are left out if always the same."""
     plural = "es" if job.microbatches > 1 else ""
     parts = [schedule_of(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
     for field, word in (("recompute", "recomputed"), ("shard", "sharded")):

@@ -1,7 +1,7 @@
-"""Functions that apply a verb (a command) to a noun (a kind of file), called *faces*; one module per noun.
+"""Functions called *faces*: each applies a verb (a command) to a noun (a kind of file). Each noun has its module.
 
-The parameters of a face are the options of the command. A command offers the options of all of its faces, but refuses
-an option that the face for the given files does not have (`legato.cli.options`).
+The parameters of a face are the options of the command. A command offers the options of all its faces, but refuses an
+option that is not a parameter of the face for the given files (`legato.cli.options`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
 
 
 def faces(verb: str) -> list[Callable[..., None]]:
-    """Return the functions that apply this verb to a noun."""
+    """Return the faces of this verb: for each noun, the function that applies the verb to it."""
     return [getattr(module, verb) for module, _ in _FACES.values() if hasattr(module, verb)]
 
 

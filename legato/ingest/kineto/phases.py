@@ -43,7 +43,7 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a step: forward before the first backward pass, and optimizer after the last backward pass.
+    """The phases of a step: forward until the first backward pass, backward, and optimizer after the last one.
 
     The optimizer steps at `optimizer_s`. Operators of the phase optimizer that run before `optimizer_s`, for example to
     clip gradients, also run after the transfers of DDP.
@@ -62,7 +62,7 @@ class Phases:
         return "backward" if moment_s < end_s else "optimizer"
 
     def within(self, moment_s: float) -> Phase:
-        """Return the phase as `at` does, but the time between two backward passes belongs to the next forward pass."""
+        """Return the phase as `at` does, but "forward" for a moment between two backward passes."""
         k = bisect.bisect_right(self.passes, moment_s, key=lambda p: p.start_s)
         between = 0 < k < len(self.passes) and moment_s > self.passes[k - 1].end_s
         return "forward" if between else self.at(moment_s)
@@ -71,9 +71,9 @@ class Phases:
 class Nodes:
     """The nodes of autograd, which tell whether a collective carries gradients or is part of a node's computation.
 
-    Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. A
-    collective of any other node is part of the node's computation: for example, tensor parallelism adds up the
-    gradients of activations, and batch normalization adds up its statistics.
+    Collectives carry gradients if hooks of parameters (`AccumulateGrad`) or FSDP send them, or if they are sent after
+    the backward pass. A collective that any other node sends is part of the node's computation: for example, tensor
+    parallelism adds up the gradients of activations, and batch normalization adds up its statistics.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -82,7 +82,7 @@ class Nodes:
         self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(FSDP))
 
     def own(self, activity: Activity) -> bool | None:
-        """Return whether a collective is part of an autograd node's computation, or None if a whole graph issued it."""
+        """Return whether a collective is part of an autograd node's computation; None if a compiled graph issued it."""
         at = activity.thread, activity.host_s
         node = _innermost(self._nodes, self._trace.operator, *at)
         name = "" if node is None else self._trace.named(self._trace.operator, node)
@@ -95,7 +95,7 @@ _Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
 
 
 def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool]) -> _Rows:
-    """Return, by thread, the rows with wanted names, and for each row the latest end of this row and earlier rows."""
+    """Return, by thread, the events with wanted names, and for each event the latest end of all events up to it."""
     matches = np.array([wanted(name) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(matches[columns.name])
     threads = columns.thread[rows]
@@ -104,7 +104,7 @@ def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool
 
 
 def _innermost(rows: _Rows, columns: EventColumns, thread: int, moment_s: float) -> int | None:
-    """Return the row that began last among the rows that run on a thread at a moment."""
+    """Return the event that began last among all events that run on this thread at this moment."""
     mine, latest = rows.get(thread, (np.array([], dtype=np.int64), np.array([])))
     k = int(np.searchsorted(columns.start[mine], moment_s, side="right")) - 1
     while k >= 0 and latest[k] >= moment_s:

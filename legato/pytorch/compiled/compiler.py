@@ -2,12 +2,12 @@
 
 [Note: cut graphs] A compiled backward graph returns all of its gradients when it ends, so no message could be sent
 earlier. legato cuts the graph where a message of the plan becomes complete; between two pieces, gradients go to the
-reducer. No piece communicates, and the reducer sends messages only in the plan's order. So cuts, recompilations and
-graphs that cannot be cut change when a message is sent, but never which message is sent (docs/runtime.md, "The same
-order on every rank").
+reducer. The pieces do not communicate themselves, and the reducer sends messages only in the plan's order. So cuts,
+recompilations and graphs that cannot be cut change when a message is sent, but never which message is sent
+(docs/runtime.md, "The same order on every rank").
 
 If updates may wait until the forward pass, and a forward graph is the whole forward pass, the graph is cut where it
-first reads the parameters of a message. In such a forward pass, all other code reads no parameter.
+first reads the parameters of a message. No code outside such a graph reads parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["GraphCompiler", "Sender"]
 
 
 class Sender(Protocol):
-    """A reducer's interface for compiled graphs: sends gradients, and lets updates wait."""
+    """The interface of a reducer for compiled graphs; a reducer sends gradients, and lets updates wait."""
 
     @property
     def node_order(self) -> tuple[str, ...]:
@@ -54,7 +54,8 @@ class GraphCompiler:
     `sender_of(parameter)` returns the object that sends a parameter's gradients when a graph runs. `whole_pass(graph)`
     returns whether a graph that dynamo has traced is the model's whole forward pass. `others` has the names of backends
     whose graphs are left alone: all except `inductor` and `aot_eager`. `ran` has an entry for each forward graph that
-    has run: the `id()`s of its parameters, or None if the graph is not the whole pass. The caller empties the list.
+    has run: the `id()`s of its parameters, or None if the graph is not the whole forward pass. The caller empties the
+    list.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ def _first_reads(
 ) -> tuple[tuple[int, ...], list[list[nn.Parameter]]]:
     """Return where to cut a forward graph, and the parameters that each piece reads first.
 
-    There is a cut before the first read of a message's parameters, unless a parameter of a later message has been read
-    before.
+    The graph is cut before it first reads a parameter of a message. It is not cut there if it has already read a
+    parameter of a later message.
     """
     place = {node: i for i, node in enumerate(graph.in_order(sender.node_order))}
     reads = []

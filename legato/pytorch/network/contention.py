@@ -1,9 +1,9 @@
 """Measures how messages and computation slow each other down on the machine of each rank (docs/contention.md).
 
 Several messages of one size are launched at once, and the worker computes while they run one after another. The number
-of messages that arrive before the computation ends shows how much each message was delayed. For all sizes, one number
-says how much longer computation takes for each second of processor time that messages use: the median of (additional
-seconds of computation / processor seconds of messages).
+of messages that arrive before the computation ends shows how much each message was delayed. One number, the same for
+all sizes, says how much longer computation takes for each second of processor time that messages use: the median of
+(additional seconds of computation / processor seconds of messages).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MESSAGE = Message((Slice("measured", 0, 4),))
 class Contended(msgspec.Struct, frozen=True):
     """One measurement: seconds on the slowest rank, and processor time averaged over the ranks.
 
-    While messages of `nbytes` bytes were in flight, computation took `beside_s` instead of `alone_s`. Each message
-    arrived after `message_s`, and used the processor for `processor_s`.
+    While messages of `nbytes` bytes were in flight, computation took `beside_s` seconds instead of `alone_s`. Each
+    message arrived after `message_s` seconds, and used the processor for `processor_s` seconds.
     """
 
     nbytes: int

@@ -13,7 +13,7 @@ errors, in per cent of the iteration, were (in brackets: GPT-2 small with 2 thre
 
 Hence legato uses one factor for each phase. Minima of ops and minima of steps agree with each other, but medians do
 not, because noise of the machine only adds time. (The median untraced step took up to 2.5 times as long as the fastest
-one, and no two medians were alike.)
+one, and every repetition had another median.)
 
 On a GPU (H200, float32 parameters, timed by events), GPT-2 under autocast with 8 x 512 tokens took 40.9 ms in the
 captured workload, and 41.4 and 41.9 ms by events before and after the capture. ResNet-50 with 64 images took 32.1 ms in
@@ -186,8 +186,8 @@ def to_workload(
 ) -> Workload:
     """Merge recorded steps, which must all be the same, into one iteration.
 
-    The duration of an op is its minimum over all steps. If there are `untraced` steps, the durations of each phase are
-    then multiplied by one factor. After this, the times of the phases are proportional to each phase's shortest
+    The duration of an op is its minimum over all steps. If there are `untraced` steps, all durations of one phase are
+    then multiplied by the same factor. After this, the times of the phases are proportional to each phase's shortest
     untraced time, and all ops together add up to the fastest untraced step (see [Note: correction of times]). Each
     updated parameter gets one optimizer op. Raises `CaptureError` if two steps differ.
     """
@@ -254,7 +254,7 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
 
 
 def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Return the dependencies, extended so that each compiled graph runs as a whole.
+    """Return the dependencies of each op, extended so that each compiled graph runs without interruption.
 
     A graph waits for all ops before it, and all ops after it wait for the graph.
     """

@@ -130,7 +130,7 @@ class StepObserver:
                 self._step.reads.setdefault(name, now)
 
     def workload(self, name: str, optimizers: Iterable[torch.optim.Optimizer], warmup: int) -> Workload:
-        """Return the iteration in the order that most steps have, without the first `warmup` steps.
+        """Return an iteration with the most frequent order of events, ignoring the first `warmup` steps.
 
         Raises `CaptureError` if there is no such iteration, because gradients are complete in a different order in each
         step.
@@ -204,10 +204,10 @@ def _stretches(phase: Phase, moments: Sequence[float], first: int) -> list[Op]:
 
 
 def _spread(ready: Mapping[str, float], nbytes: Mapping[str, int]) -> dict[str, float]:
-    """Return when each gradient is complete; gradients that a graph returns together are spread over the graph's time.
+    """Return when each gradient is complete; if a graph returns gradients together, spread them over its time.
 
-    Each gradient takes a share of the time in proportion to its bytes: when legato cuts the graph, gradients are
-    complete one after another.
+    Each gradient takes time in proportion to its bytes, because gradients are complete one after another when legato
+    cuts the graph.
     """
     last_s = max(ready.values())
     groups: list[list[str]] = []

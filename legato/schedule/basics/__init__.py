@@ -1,1 +1,1 @@
-"""The common basis of all schedulers: ready order, heads and tails, Jackson's rule, orders of computation."""
+"""The parts that all schedulers share: the ready order, heads and tails, Jackson's rule, orders of computation."""

@@ -5,14 +5,14 @@ Paper: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training
 Units: seconds and bytes.
 
 *The schedule* (section IV). When a more urgent all-reduce becomes ready, it interrupts the all-reduce that is being
-sent, so the network never works on a gradient that can wait. The paper looks for x_i(t), which says whether operator i
-has the network in time slot t. PACE minimises max(y_i + L_i), where y_i is the arrival and L_i is the longest path of
-computation after it (Theorem 1). For this, PACE solves an integer program with T N variables and coefficients of (T
-N)^t. PACE's problem is 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly optimal in O(n log n), without slots
-(`jackson.py`).
+sent, so the network never sends a gradient that can wait while a more urgent gradient is ready. The paper looks for
+x_i(t), which says whether operator i has the network in time slot t. PACE minimises max(y_i + L_i), where y_i is the
+arrival and L_i is the longest path of computation after it (Theorem 1). For this, PACE solves an integer program with T
+N variables and coefficients of (T N)^t. PACE's problem is 1 | r_j, pmtn | L_max, for which Jackson's rule is exactly
+optimal in O(n log n), without slots (`jackson.py`).
 
 In the paper, partitioning costs nothing, and a fused tensor pays the startup time once. In the plan, every piece of the
-schedule is a message that pays its own startup time, so the iteration takes longer than the paper's oracle predicts.
+schedule is a message that pays its own startup time, so the iteration takes longer than in the paper's problem.
 
 *Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first, since their startup times would cost
 more than preemption saves. Tensors that are ready at about the same time form groups of about the same size: for a
@@ -23,21 +23,21 @@ The recursion for R groups tries every first group of a chain,
 
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
-and takes the shortest group that attains the maximum. A longer first group holds more bytes and leaves fewer for the
-rest, so the maximum is at the k where the two sizes cross. This k grows with i, so one search for sorted values in a
-sorted sequence fills a row of the table. All rows take O(N R), where the recursion takes O(N^2 R). The groups are the
-same.
+and takes the shortest group that attains the maximum. A longer first group holds more bytes, and leaves fewer bytes for
+the other groups. So the maximum is at the k where the two arguments of min cross. This k grows with i, so one search
+for sorted values in a sorted sequence fills a row of the table. All rows together take O(N R) instead of O(N^2 R). The
+groups are the same.
 
 Deviations:
 - `compute`: the paper assumes "unlimited" devices, on which every op runs as soon as it can. The default is "one"
-  stream that runs the ops in the captured order. On one stream, all ops from a gradient's first reader on run after its
-  arrival, and the schedule is still exactly optimal.
-- The paper combines the gradients of one op beforehand. Here fusion decides whether to combine them, since they may
-  have different readers.
+  stream that runs the ops in the captured order. On one stream, the first op that reads a gradient and all later ops
+  run after the gradient's arrival, and the schedule is still exactly optimal.
+- The paper combines the gradients of one op before fusion. Here fusion decides whether to combine these gradients,
+  since different ops may read them.
 - Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element is divided. A partition that
   becomes empty is not sent.
-- As printed, constraint 7 lets a gradient be sent in the slot in which it is still being computed (t < z should read t
-  <= z).
+- Constraint 7 of the paper lets a gradient be sent in the slot in which it is still being computed (t < z is a misprint
+  of t <= z).
 - The cost of a fused tensor is the linear model that the paper fits to its measurements, including the constant.
   Equation 1 has no constant, and without a constant, fusion never helps.
 - For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
@@ -98,8 +98,8 @@ def pace(
 
     For N tensors, computing a schedule takes O(N log N), and fusing the tensors into up to R groups takes O(N R).
     Without `fusion`, the tensors are scheduled as they are (only section IV). Pieces of more than `max_message_bytes`
-    are divided. Raises `InputError` if the compute setting is unknown, the limit is below 16 bytes, or the cluster
-    lacks the collective.
+    are sent as several messages. Raises `InputError` if the compute setting is unknown, the limit is below 16 bytes, or
+    the cluster lacks the collective.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
@@ -119,7 +119,7 @@ def pace(
 
 
 def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
-    """Return release times and tails. On one stream, a tail includes the optimizer ops, in the plan's order."""
+    """Return release times and tails. On one stream, tails include the optimizer ops in the order of execution."""
     if compute != "one":
         return heads_tails(workload, compute, "captured")
     return HeadsTails(release_times(workload), tails(workload, workload.iteration_order()), workload.compute_s)
@@ -184,7 +184,7 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
 
 
 def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for R = 1, ..., N, the ends of the R groups of neighbours whose smallest group is as large as possible."""
+    """Yield, for R = 1, ..., N, where R groups of neighbours end if their smallest group is as large as possible."""
     count = len(nbytes)
     sums = [*accumulate(nbytes, initial=0)]
     upto = np.array(sums, dtype=np.int64 if sums[-1] < 2**63 else object)
@@ -215,7 +215,7 @@ def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[An
 def _partition(
     groups: Sequence[Joined], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
 ) -> list[tuple[Slice, ...]]:
-    """Return the slices of each piece; its share of its group's bytes equals its share of its group's time."""
+    """Return the slices of each piece; a piece has the same share of its group's bytes as of the group's time."""
     last = {i: k for k, (i, _, _) in enumerate(pieces)}
     busy, sent = [0.0] * len(groups), [0] * len(groups)
     messages = []

@@ -1,4 +1,4 @@
-"""The task of sending all-reduces in one order of computation, and the plans made from given messages."""
+"""The search's task for all-reduces in one order of computation, and the plans made from given messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ARRANGE_S = 4e-7
 
 
 class AllReduces:
-    """The bytes to send if ops run in `order` (empty if as captured), and the plans made from given messages."""
+    """The bytes to send if ops run in `order` (empty: the captured order), and the plans made from given messages."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class AllReduces:
         return WorkConserving(self.problem.workload)
 
     def seconds(self, filled: Filled, instance: Instance) -> float:
-        """Return the seconds of an iteration with these messages; `instance` may have its own tails (not `self`'s)."""
+        """Return the seconds of an iteration with these messages; the tails come from `instance`, not from `self`."""
         if not self.moves_updates or len(self.blocks.nbytes) < len(self.problem.workload.tensors):
             return filled.seconds
         instance.budget.spend(_ARRANGE_S * len(self.problem.workload.ops))
@@ -58,9 +58,9 @@ class AllReduces:
     def plans(self, best: Filled) -> Iterator[Plan]:
         """Yield the plans made from these messages.
 
-        If updates may move, there are also plans that run updates in idle time. In some of them, the first messages
-        complete tensors early, because an update has to wait for the last byte of its gradient. If several tensors are
-        in one block, the plans with such messages are left out.
+        If updates may move, there are also plans that run updates in idle time. In some of these plans, the first
+        messages complete tensors early, because an update has to wait for the last byte of its gradient. Such plans are
+        left out if several tensors are in one block.
         """
         workload = self.problem.workload
         plan, arrival_s = self._plan(best)
@@ -77,7 +77,7 @@ class AllReduces:
             yield msgspec.structs.replace(plan, op_order=self.in_idle_time(arrival_s)[0])
 
     def _plan(self, best: Filled) -> tuple[Plan, list[float]]:
-        """Return a plan that sends these messages, and when each tensor has arrived."""
+        """Return a plan that sends these messages, and the times at which tensors arrive."""
         workload, cluster = self.problem.workload, self.problem.cluster
         filled = [Message(slices) for pieces in best.messages if (slices := self.blocks.slices(pieces))]
         tensor_id = Period.of(workload).tensor_id

@@ -24,11 +24,11 @@ for sharded plans (`in_halves/`).
 
 Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
 other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
-(`in_halves/sharded_plans.py`), which starts from plans found as above. If messages may be sent in a wire format,
+(`in_halves/sharded_plans.py`), which starts from plans found without shards. If messages may be sent in a wire format,
 `legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as possible
 (`wire_format.py`). The plans of all other schedulers are candidates, too, so no other scheduler is faster. With more
-than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers one by one. This
-ends as soon as the best plan is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
+than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers one by one. No more
+schedulers run once the best plan is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
@@ -87,8 +87,8 @@ def legato(  # noqa: PLR0913
     to one. A message in halves uses only collectives that consist of a reduce-scatter and an all-gather. No message has
     more than `max_message_bytes`; tensors are partitioned if necessary. With `shard`, the plan shards the optimizer or
     also the gradients. With `wire`, as few bytes as possible, or all bytes, are sent in a wire format. With `wire`,
-    there are four searches (exact messages, rounded messages, a mixture, and which messages to round), and each has
-    `work` and `limit_s` for itself. Raises `InputError` if the cluster lacks the collective, the limit is below 16
+    there are four searches (exact messages, rounded messages, a mixture, and which messages to round), and each search
+    has the whole `work` and `limit_s`. Raises `InputError` if the cluster lacks the collective, the limit is below 16
     bytes, or `shard` or `wire` is unknown or impossible. Raises `PlanError` if `shard` needs halves that the collective
     does not have, and `TooLargeError` if the limit makes too many messages.
     """

@@ -40,7 +40,7 @@ class WorkConserving:
         self.forward.append((None, [], range(len(self.updates))))
 
     def __call__(self, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-        """Return the order of ops if gradients (by tensor) arrive at these times, and when its last op ends.
+        """Return the order of ops if gradients arrive at these times (by tensor), and the time when the last op ends.
 
         Takes O(n log n).
         """

@@ -33,9 +33,9 @@ __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "
 class ServerTask(msgspec.Struct, frozen=True):
     """The task of a rehearsal; at least `iterations` iterations of each order of pulls are timed.
 
-    With a `ratio`, computation is scaled: all pushes and pulls together take `ratio` times as long as the scaled
-    computation, if they do not overlap. With `agents`, training also runs with each order while the agents infer; the
-    iterations of these runs are not timed.
+    With a `ratio`, computation is scaled so that all pushes and pulls, without overlap, take `ratio` times as long as
+    computation. With `agents`, training also runs with each order while the agents infer; the iterations of these runs
+    are not timed.
     """
 
     workload: Workload
@@ -58,10 +58,11 @@ class ServerTask(msgspec.Struct, frozen=True):
 class ServerTrial(msgspec.Struct, frozen=True):
     """The result for one order of pulls: the iterations of worker 0 (seconds each), and the predicted iteration.
 
-    `waited_s` is the time that each iteration waited for parameters. `straggler_s` is the time between the first and
-    the last worker's end of the backward pass. `communication_s` is the predicted time of only the pushes and pulls
-    (TicTac's N). `agent_s` has, for each forward pass of an agent during training, the time of its pull and of the pass
-    together. `transfers` and `out_of_order` are from an additional run in which the order of arrival was observed.
+    `waited_s` is the time that each iteration waited for parameters. `straggler_s` is the time from the moment when the
+    first worker ends its backward pass to the moment when the last worker does. `communication_s` is the predicted time
+    of only the pushes and pulls (TicTac's N). `agent_s` has, for each forward pass of an agent during training, the
+    time of the pull plus the time of the pass. `transfers` and `out_of_order` are from an additional run in which the
+    order of arrival was observed.
     """
 
     scheduler: str

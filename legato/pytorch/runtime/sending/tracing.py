@@ -24,8 +24,8 @@ _CPU = torch.device("cpu")
 class Tracer:
     """A recorder of what one rank does, by the clock of the model's device.
 
-    The compute lane is in one state at a time: a kind of work, or None while it waits. An iteration starts at a call of
-    `begin_iteration`, when a backward pass begins. `group` carries the messages.
+    The timeline's compute lane is in one state at a time: a kind of work, or None while the worker waits. An iteration
+    starts at a call of `begin_iteration`, when a backward pass begins. `group` carries the messages.
     """
 
     def __init__(self, group: Any = None, device: torch.device = _CPU) -> None:
@@ -57,8 +57,8 @@ class Tracer:
     def message(self, label: str, nbytes: int, work: Any) -> None:
         """Record that a message of `nbytes` bytes was launched; its span ends when `work` completes.
 
-        If the message runs on the device, the future of `work` is done at once, and the future's callback runs on a
-        stream that waits for the message.
+        If the message runs on the device, the future of `work` is done before the message has arrived, but the future's
+        callback runs on a stream that waits for the message.
         """
         start = self._clock.now()
 
@@ -127,7 +127,7 @@ class Tracer:
 
 @contextmanager
 def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
-    """Measure the iterations of a `DistributedDataParallel` model, which is possible only once for each model.
+    """Measure the iterations of a `DistributedDataParallel` model; a model can be measured only once.
 
     A communication hook runs the same all-reduce as DDP, so that it can be timed. The yielded list is filled when the
     context ends.

@@ -3,10 +3,10 @@
 docs/sharding.md has the papers, and what users see.
 
 [Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk of the buffer. The parts of
-parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for one reduce_scatter after another. While
-it waits, it updates the shards whose gradients have arrived, and writes the new values into the chunk. The updates use
-the user's own optimizer, on flat parameters that share the model's memory. Then the all_gathers are launched, in the
-plan's order. A parameter waits for its all_gather when it is read.
+parameters in this chunk are the rank's *shards*. `optimizer.step()` waits for the reduce_scatters in the plan's order.
+While it waits, it updates the shards whose gradients have arrived, and writes the new values into the chunk. The
+updates use the user's own optimizer, on flat parameters that share the model's memory. Then the all_gathers are
+launched, in the plan's order. A parameter waits for its all_gather when it is read.
 
 [Note: what a rank must not do alone] The reduce_scatters before the first all_gather are launched in the backward pass.
 All messages from the first all_gather on are launched, in the plan's order, when `step()` of an optimizer is called;
@@ -60,7 +60,7 @@ ELEMENTWISE = (
 
 
 def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raise `InputError` unless the optimizer updates elements separately and shares no parameter with `others`."""
+    """Raise `InputError` unless the optimizer updates each element alone, and `others` have none of its parameters."""
     base = users_class(optimizer)
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
@@ -177,7 +177,7 @@ class Shards(Delivery):
     # ---- forward and backward passes -------------------------------------------------
 
     def before_forward(self) -> None:
-        """Drop gradients that no optimizer uses, and the gates of their parameters, which compilers must not see."""
+        """Drop gradients that no optimizer uses; remove their parameters' gates, which compilers must not see."""
         self._watch_no_longer()
         self._module_calls.end()
         for slot in self.slots:
@@ -218,11 +218,11 @@ class Shards(Delivery):
         self._check_answers()
 
     def packed(self, slots: Iterable[Slot]) -> None:
-        """Note gradients that will be taken from their parameters as soon as autograd has released them."""
+        """Note these gradients; once autograd has released them, they are taken from their parameters."""
         self._packed += slots
 
     def after_accumulation(self) -> None:
-        """Take packed gradients from their parameters, unless something else holds them."""
+        """Take the gradients that `packed` has noted from their parameters, except gradients that other code holds."""
         packed, self._packed = self._packed, []
         for slot in packed:
             with gate.invisible():
@@ -231,7 +231,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the remaining sent gradients. Raises `RankError` if something else holds a sent gradient."""
+        """Take the remaining sent gradients. Raises `RankError` if code outside the runtime holds a sent gradient."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
@@ -272,7 +272,7 @@ class Shards(Delivery):
         )
 
     def _average(self, bucket: Bucket) -> None:
-        """Wait for the averages of a bucket, and give them to its shards as gradients if any rank had a gradient."""
+        """Wait for a bucket's averages, and give them to its shards as gradients unless no rank had a gradient."""
         if bucket in self._averaged:
             return
         self.messages.wait(bucket)
@@ -381,7 +381,7 @@ class Shards(Delivery):
         self._update(now)
 
     def _step(self, optimizer: Optimizer, base: type[Optimizer]) -> list[Slot]:
-        """Update the shards of the optimizer, send the new values, and return the parameters that wait for them.
+        """Update the optimizer's shards, send the new values, and return the parameters that wait for new values.
 
         Nothing happens if nothing was sent since the last step. Raises `RankError` if there are gradients that were not
         averaged.
@@ -427,7 +427,7 @@ class Shards(Delivery):
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values. Drop or zero its gradient if the program did so to the parameter's gradient."""
+        """Give a shard its values. If the program dropped or zeroed the gradient, do so with the shard's, too."""
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:
@@ -463,7 +463,7 @@ class Shards(Delivery):
         self._wait_for(slots)
 
     def _apply(self, slots: Sequence[Slot]) -> None:
-        """Copy the new values, which have arrived, into these parameters."""
+        """Copy the new values, which have arrived, into the parameters to which they belong."""
         for bucket in dict.fromkeys(bucket for slot in slots for bucket in slot.buckets):
             self._check_marks(bucket)
         whole = [slot for slot in slots if len(slot.slices) == 1]
@@ -481,7 +481,7 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Fetch the marks that say which ranks have updated their chunks. On a CPU, check the marks at once."""
+        """Fetch the marks that say which ranks have updated their chunks. On a CPU, also check the marks now."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return
@@ -506,8 +506,8 @@ class Shards(Delivery):
 class GradScaler(SubstituteScaler):
     """A `torch.amp.GradScaler`, with the same arguments, that also works with sharded optimizers.
 
-    Each rank sees only the infinite gradients in its own shards. With this scaler, all ranks skip a step and change the
-    scale if any rank has found an infinite gradient.
+    Alone, each rank would see only the infinite gradients in its own shards. With this scaler, all ranks skip a step
+    and change the scale if any rank has found an infinite gradient.
     """
 
     def substitutes(self, optimizer: Optimizer) -> Any:
@@ -536,7 +536,7 @@ def shards_of(optimizer: Any) -> Shards | None:
 
 
 def _check_unused(slots: Sequence[Slot]) -> None:
-    """Raise `RankError` if parameters have gradients that no backward pass has sent since the last step."""
+    """Raise `RankError` if a parameter has a gradient that no backward pass has sent since the last step."""
     with without_overrides():
         for slot in slots:
             if slot.parameter.grad is not None:

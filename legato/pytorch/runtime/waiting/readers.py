@@ -2,9 +2,9 @@
 
 docs/runtime.md ("What may wait") lists the ways to reach a parameter, and what notices each of them. A parameter may
 wait only if its gate saw the first operation on it in the first forward passes of training. A gate does not see reads
-below Python: some call operators, which only a dispatch mode sees, and some call no operator. If anything is compiled
-in the first passes (a function, `torch.cond`), no parameter ever waits. There is one exception: if a single compiled
-graph is the model's whole pass, parameters may wait, because the graph brings them up to date.
+below Python. Some of these reads call operators, which only a dispatch mode sees, and some reads call no operator. If
+anything is compiled in the first passes (a function, `torch.cond`), no parameter ever waits. There is one exception: if
+a single compiled graph is the model's whole pass, parameters may wait, because the graph brings them up to date.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _references(parameter: Tensor, _: Tensor | None) -> int:
 
 
 def _alone() -> tuple[tuple[Any, ...], tuple[Any, ...], int, int]:
-    """Return how often torch and Python count the uses of a parameter and a gradient that no other code holds."""
+    """Return how many uses torch and Python count for a parameter and a gradient that no other code holds."""
 
     def asked(parameter: Tensor, lent: Tensor | None) -> int:  # asks in the same way as `gradient_is_held`
         grad = parameter.grad
@@ -104,7 +104,7 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
 
 
 class _Imported:
-    """Tells whether a module outside torch has imported a function by name.
+    """An object that tells whether a module outside torch has imported a given function by name.
 
     The answer is looked up again when the number of references to the function changes.
     """
@@ -152,7 +152,7 @@ class Readers:
         self._of_graph: set[int] = set()  # the ids of the graph's parameters
 
     def is_gateable(self, slot: Slot) -> bool:
-        """Return whether a gate can see all reads of a parameter: it has a plain class, and is not in `current`."""
+        """Return whether a gate can see all reads of a parameter: its class is plain, and its name not in `current`."""
         current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
         return slot.plain_class is nn.Parameter and not current
 
@@ -190,7 +190,7 @@ class Readers:
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
-        """Watch the forward pass inside, if it is one of the first passes; `install` gives a parameter its gate."""
+        """Watch the forward pass in this context if it is one of the first; `install` gives a parameter its gate."""
         if not 0 <= self._forwards < WATCHED and not self._strict:
             yield
             return

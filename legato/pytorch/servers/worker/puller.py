@@ -46,7 +46,7 @@ class Puller:
         self.servers = range(transport.roles.servers)
 
     def expect(self, order: Sequence[int]) -> None:
-        """Begin to receive all values, without waiting. After this call, reading a parameter waits for its value."""
+        """Begin to receive all values, and return at once. Code that reads a parameter then waits for its value."""
         if self.arrivals is not None:
             self.arrivals.begin(order)
         for index in order:

@@ -1,7 +1,7 @@
 """The search for the best sharded plan.
 
-The candidates are the sharded plans of all schedulers, the plan whose groups the lower bound determines, and plans from
-a search that starts from the groups of these plans.
+The candidates are the sharded plans of all schedulers, the plan whose groups the lower bound determines, and the plans
+of a search that starts from the groups of all these candidates.
 """
 
 from __future__ import annotations

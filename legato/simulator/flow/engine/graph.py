@@ -1,4 +1,4 @@
-"""The graph that a simulation builds: services and their dependencies (`services.py`), added as arrays."""
+"""The graph that a simulation builds: whole arrays of services and dependencies (`services.py`) are added at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_EDGES = 2**31 - 1
 
 
 class Graph:
-    """Services and edges, which are added as arrays. A graph has at most `most` services."""
+    """A graph of services and edges, to which whole arrays are added. A graph has at most `most` services."""
 
     def __init__(self, most: int = _MOST_SERVICES) -> None:
         self._most = most
@@ -55,7 +55,7 @@ class Graph:
             raise self._too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """Let each service in `after` wait for the one in `before` (the two arrays are broadcast)."""
+        """Let each service in `after` wait for the matching service in `before`; the two arrays are broadcast."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:
@@ -85,6 +85,6 @@ class Graph:
 
 
 def _grow(array: NDArray[Any], least: int) -> None:
-    """Make room for at least `least` entries, in place. No other code uses the array while the graph is built."""
+    """Make room for `least` entries in the array itself, which no other code uses while the graph is built."""
     if least > len(array):
         array.resize(least + least // 8, refcheck=False)

@@ -21,7 +21,7 @@ class Stream:
 
     Within a segment, the worker does not interact with the network. `duration_s[worker, segment]` is the duration of a
     segment in seconds. The k-th op of `ops` is in segment `segment[k]`. The k-th op starts at `op_start_s[worker, k]`
-    and ends at `op_end_s[worker, k]`, in seconds after the start of its segment. `at[op]` is the place k of an op.
+    and ends at `op_end_s[worker, k]`, in seconds after the start of its segment. `at[op]` is the number k of an op.
     """
 
     def __init__(self, ops: Sequence[int], cuts: set[int], op_duration_s: Times) -> None:
@@ -55,7 +55,7 @@ class Stream:
 
 
 def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int, list[int]]:
-    """Return the tensors for which each op in `ops` waits. Without forward overlap, the first waits for all."""
+    """Return the tensors for which each op in `ops` waits. Without forward overlap, the first op waits for all."""
     if not plan.forward_overlap:
         return {0: list(range(len(workload.tensors)))}
     at = {op: k for k, op in enumerate(ops)}

@@ -46,12 +46,12 @@ class Network:
     each rack has a leaf that is connected to `spines` spines. A single rack means a single switch. "fat-tree" consists
     of switches with `ports` ports (None: the smallest sufficient even number). In "rails", card i of every host is
     connected to leaf i, and the leaves to `spines` spines. With 0 spines, a transfer to another rail first goes through
-    a host's inner switch to a GPU on that rail (NCCL's PXN); between a server and a worker, this host is the worker's.
-    Server i is connected to leaf i, modulo the number of leaves. Together, the links from a leaf to its spines have the
-    bandwidth of the leaf's cards divided by `oversubscription`. In a fat tree, the links from a pod's spines to the
-    cores together have the bandwidth of the links from its leaves to its spines divided by `core_oversubscription`.
-    `balance` spreads flows over paths: a hash of the flow's ends and the `seed` chooses one path ("ecmp"), or the flow
-    uses all paths at once ("spray").
+    a host's inner switch to a GPU on that rail (NCCL's PXN); a transfer between a server and a worker uses the worker's
+    host for this. Server i is connected to leaf i, modulo the number of leaves. Together, the links from a leaf to its
+    spines have the bandwidth of the leaf's cards divided by `oversubscription`. In a fat tree, the links from a pod's
+    spines to the cores together have the bandwidth of the links from its leaves to its spines divided by
+    `core_oversubscription`. `balance` spreads flows over paths: a hash of the flow's ends and the `seed` chooses one
+    path ("ecmp"), or the flow uses all paths at once ("spray").
 
     With `cut_through`, switches forward a transfer while they receive it; otherwise they wait for the whole transfer.
     `reduce_s_per_byte` is the time to add a received byte to a sum.
@@ -234,7 +234,7 @@ class Network:
         return any(one.factor != 1 for one in self.disturbances)
 
     def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
-        """Return the total seconds of full speed that disturbances take from links and workers up to `until_s`.
+        """Return the seconds at full speed that disturbances cost all links and workers together up to `until_s`.
 
         A disturbance can take the same time from several links: all links of a card, of a leaf to its spines, or of a
         spine. This time counts only once. `shape` is the shape of the hosts as a fabric sees them (None: `host_shape`).

@@ -9,14 +9,14 @@ arrays, since a fabric describes a step of all messages and all workers at once.
 sender's card, between switches (`switches.py`), and into the receiver's card. If sender and receiver are workers on one
 host, the route goes through the host's inner switch. The routes of a multicast form a tree, since all its routes go up
 to the spines on the same path, and only one way leads down to each host. The routes of an aggregation also form a tree.
-A link of a tree is one service, whatever the number of routes that cross the link.
+In a tree, a link carries a message once (as one service), even if several routes use the link.
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
 the same ring), all workers behave alike. If they do, only the first `size` workers are simulated, and worker w is
 represented by host `worker(w)`, the number w modulo `size`. If only one worker is simulated, a transfer to its
-neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side. Links break ties
-by message, not by worker. So the order of transfers on every link, and all times, are the same as in the full
-simulation.
+neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side. If several
+transfers are ready, a link chooses by their message, not by their worker. So the order of transfers on every link, and
+all times, are the same as in the full simulation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ONE_WORKER = HostShape()
 
 
 class Routes(NamedTuple):
-    """Arrays of the first, the middle [..., hop] and the last links of routes. Short routes are filled with NO_LINK."""
+    """Arrays of routes' first links, links between ([..., hop]) and last links. NO_LINK fills short routes."""
 
     first: Hosts
     between: Hosts
@@ -51,8 +51,9 @@ class Routes(NamedTuple):
 class Topology:
     """The links of `size` workers and `servers` servers, and the graph to which transfers are added.
 
-    `workers` is the number of all workers; `ranks` are the simulated workers. The first axis of all arrays of transfers
-    counts the fragments. Fragment i has the tag `tag[i]`. If there is only one tag, all fragments have this tag.
+    `workers` is the number of all workers; `ranks` are the simulated workers. In all arrays of transfers, the first
+    index is the number of the fragment. Fragment i has the tag `tag[i]`. If there is only one tag, all fragments have
+    this tag.
     """
 
     def __init__(self, graph: Graph, network: Network, size: int, servers: int, shape: HostShape = _ONE_WORKER) -> None:
@@ -195,9 +196,9 @@ class Topology:
 
         Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to host `target[r]` and receives from
         rank `come_from[r]`. With `adds`, the rank adds its own bytes to the received bytes before it forwards them, so
-        each of its steps waits for `begin[:, r]`. `local` says whether all transfers stay inside hosts. If `local` is
-        None, this is derived from the numbers of hosts, so all workers must then be simulated. Returns services
-        [fragment, step, rank] that end when the rank has received the bytes of the step.
+        each of the rank's steps waits for `begin[:, r]`. `local` says whether all transfers stay inside hosts. If
+        `local` is None, the numbers of the hosts decide, and all workers must be simulated. Returns services [fragment,
+        step, rank] that end when the rank has received the bytes of the step.
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -225,9 +226,9 @@ class Topology:
         """Send `nbytes` from every rank to others, and return services that end when a rank has received all bytes.
 
         Rank r starts when `begin[:, r]` has ended. Rank r sends first to rank r + `shifts[0]`, then to rank r +
-        `shifts[1]`, and so on. Since all ranks do so, no worker receives from two ranks at once. With `multicast`, each
-        rank sends its bytes once, and all others receive them. With `adds`, each rank adds up the received bytes at the
-        end. No service ends before `begin[:, r]` has ended.
+        `shifts[1]`, and so on. Since all ranks use the same shifts, no worker receives from two ranks at once. With
+        `multicast`, each rank sends its bytes once, and all others receive them. With `adds`, each rank adds up the
+        received bytes at the end. No service ends before `begin[:, r]` has ended.
         """
         ranks, steps = self.ranks[:, None], np.asarray(shifts)
         targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
@@ -356,7 +357,7 @@ class Topology:
         return first, last
 
     def _edges_once(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """Let `after` wait for `before`, with only one edge for a pair of services that occurs several times."""
+        """Let `after` wait for `before`; a pair of services that occurs several times gets only one edge."""
         if self._star:  # no two routes share a link, so each pair of services occurs once
             self.graph.edge(before, after, cut_through=cut_through)
             return
@@ -388,8 +389,8 @@ class Topology:
     ) -> Ids:
         """Send from the hosts along the last axis of `sources` to one host. Switches add up the bytes on the way.
 
-        Source i waits for `after[..., i]`. A switch waits until the last of its sources has sent the whole message, or,
-        with `cut_through`, the first byte. Workers that share a card add up their bytes before they send.
+        Source i waits for `after[..., i]`. A switch waits until all its sources have sent the whole message (with
+        `cut_through`: the first byte). Workers that share a card add up their bytes before they send.
         """
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         self.graph.check_room(after.size)
@@ -425,7 +426,7 @@ class Topology:
         return last
 
     def _merged(self, link: Hosts, nbytes: NDArray[np.float64], key: NDArray[np.int64]) -> Ids:
-        """Return services [fragment, m, host], one for all hosts whose message [fragment, m] takes the same link.
+        """Return services [fragment, m, host]; hosts whose message [fragment, m] uses the same link share a service.
 
         For NO_LINK, the service is -1.
         """

@@ -37,9 +37,9 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
     "packed" places one job after another on neighbouring hosts. "spread" uses the first host of every rack, then the
     second host of every rack, and so on, so neighbours in a ring are in different racks. (On rails, all hosts are
     connected to the same leaves, and "spread" is "packed".) "random" draws hosts from `network.seed`. "packed",
-    "spread" and "random" fill one host before the next host, so two jobs share a host if the first job leaves room on
-    it. "together" puts worker w of every job at place w, where they share a link. Raises `InputError` on an unknown
-    placement, and if there is too little room.
+    "spread" and "random" fill one host before the next host, so two jobs can share a host. "together" puts worker w of
+    every job at place w, where they share a link. Raises `InputError` on an unknown placement, and if there is too
+    little room.
     """
     if how not in PLACEMENTS:
         raise unknown_name("placement of jobs", how, PLACEMENTS)
@@ -82,8 +82,9 @@ def check_taken(taken: set[int], network: Network) -> None:
 class Placed(Topology):
     """The hosts of one job on a network that jobs share. The job's workers and servers are numbered from 0.
 
-    `hosts` has the host of each worker. All jobs have `all_servers` servers; the job's own servers begin with
-    `first_server`. ECMP chooses the paths of the job's flows by `seed`, since each job has its own connections.
+    `hosts` has the host of each worker. All jobs together have `all_servers` servers; the first of the job's own
+    servers is number `first_server`. ECMP chooses the paths of the job's flows by `seed`, since each job has its own
+    connections.
     """
 
     def __init__(
