@@ -337,7 +337,7 @@ def _beyond_one_switch(network: Network) -> list[str]:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The collectives that plans may send."""
+    """The options that choose which collectives plans may use."""
 
     collective: Collective = None
     backend: Annotated[

@@ -52,9 +52,9 @@ _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 class _Priced(NamedTuple):
     """A message with its costs: its tensors, the ops for which it waits, and the seconds that it occupies the network.
 
-    In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + the number of
-    tensors. If computation runs during the message, the message takes `delay_s` longer, and computation loses
-    `overhead_s`.
+    In a sharded plan, all_gathers carry updated parameters; the parameter of tensor t has the index t + n, where n is
+    the number of tensors. If computation runs during the message, the message takes `delay_s` longer, and computation
+    loses `overhead_s`.
     """
 
     tensors: list[int]

@@ -79,7 +79,7 @@ class Layouts:
 
     @property
     def equal(self) -> list[Step]:
-        """Return the layouts that are so close to the fastest that predictions cannot rank them."""
+        """Return the layouts whose steps are so close to the fastest step that predictions cannot rank them."""
         return [step for step in self.best if step.seconds < (1 + APART) * self.best[0].seconds]
 
     @property

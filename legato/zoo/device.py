@@ -1,4 +1,4 @@
-"""A device: its peak speeds, and the share of the peaks that it reaches."""
+"""A device that computes: its peak speeds, and the share of these peaks that ops reach."""
 
 from __future__ import annotations
 

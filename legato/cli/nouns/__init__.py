@@ -40,7 +40,7 @@ def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
     """Read these files, and call the function that applies the verb to their contents.
 
     A file without a known format is read as a workload. Raises `InputError` if the verb does not apply to a file, if
-    the files need different functions, or if there are too many files.
+    the files need different faces, or if there are too many files.
     """
     data = [files.load(path) for path in paths]
     kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]

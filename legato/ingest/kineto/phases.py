@@ -162,7 +162,7 @@ def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ..
 
 
 def _third(computation: list[Activity]) -> float:
-    """Return when the first third of the computation has been launched."""
+    """Return the moment at which the host has launched the first third of the computation."""
     left = sum(a.end_s - a.start_s for a in computation) / 3
     for activity in computation:
         left -= activity.end_s - activity.start_s

@@ -159,7 +159,7 @@ def _run_backward(
     are_tensors: Sequence[bool],
     args: list[Any],
 ) -> Sequence[Any]:
-    """Run a backward graph; if its gradients have a known sender, hand the sender the gradients of each piece."""
+    """Run a backward graph; if its gradients have a known sender, give the sender the gradients after each piece."""
     parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []

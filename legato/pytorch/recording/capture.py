@@ -51,7 +51,7 @@ _log = logging.getLogger("legato")
 
 
 class PhaseTimes(NamedTuple):
-    """The seconds of each phase of an untraced step."""
+    """The seconds that each phase of an untraced step takes."""
 
     forward: float
     backward: float

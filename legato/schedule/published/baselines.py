@@ -1,8 +1,8 @@
 """The two extremes: `fifo` sends every gradient as its own message, and `single` sends all gradients in one message.
 
 `fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li, INFOCOM 2019), section II-C, equations
-6 to 8. Idea: layers that have finished their backward pass communicate while earlier layers still compute theirs. Every
-tensor is one message, and messages are sent in the order in which they become ready.
+6 to 8. Idea: layers that have finished their backward pass send their gradients while earlier layers still compute.
+Every tensor is one message, and messages are sent in the order in which they become ready.
 
 `single` is the single-layer communication of You et al. (2017), the baseline "SyncEASGD" of MG-WFBP, section V. Idea: a
 single message pays the startup time alpha only once. Communication and computation do not overlap.

@@ -39,7 +39,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Plans(msgspec.Struct, frozen=True):
-    """The message from rank 0 to the other ranks, with the workload to run and all orders."""
+    """The message that rank 0 sends to the other ranks: the workload to run, and all orders of pulls."""
 
     workload: Workload
     orders: list[_Order]

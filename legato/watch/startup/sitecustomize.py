@@ -1,6 +1,7 @@
-"""The module that Python imports before a watched script. It removes its own traces, then waits for an optimizer.
+"""The module that Python imports before a watched script.
 
-Until an optimizer takes a step, this module imports only the standard library.
+This module first removes the traces of its own import, and then waits for an optimizer. Until an optimizer takes a
+step, this module imports only the standard library.
 """
 
 from __future__ import annotations

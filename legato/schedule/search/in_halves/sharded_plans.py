@@ -33,7 +33,7 @@ _UNSHARDED, _STARTS = 0.25, 5
 
 
 def sharded_plan(problem: Problem, solve: Solve) -> Plan:
-    """Return the best plan that shards what `problem.shard` says."""
+    """Return the best plan that shards the optimizer or also the gradients, as `problem.shard` says."""
     workload, cluster, shard = problem.workload, problem.cluster, problem.shard
     budget, captured = problem.budget(1 - _UNSHARDED), workload.iteration_order()
     plans = [sharded(plan, workload, shard) for plan in _known(problem)]

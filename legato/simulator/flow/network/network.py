@@ -165,7 +165,7 @@ class Network:
         )
 
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
-        """Return these machines as planners see them, with all links as slow as the slowest link.
+        """Return these machines as a cluster for planners, in which all links are as slow as the slowest link.
 
         The cluster has one collective: pushes and pulls if there are servers, and otherwise the collective of the
         fabric (or the one that is most similar to the fabric).
@@ -264,7 +264,7 @@ class Network:
         return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
 
     def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:
-        """Return the factor by which each worker's computation takes longer, as [iterations, workers].
+        """Return an array [iterations, workers] of the factors by which the workers' computation takes longer.
 
         If all workers are alike, `workers` may be smaller than the number of workers of the network.
         """
