@@ -163,8 +163,8 @@ def preemptive(chain: Chain, cost: LinearCost) -> tuple[float, list[tuple[int, f
 def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
     """Return where the groups end in the best fused chain (Algorithm 1).
 
-    `compute_s` is the time of an iteration if communication is free. If several chains have the same iteration time,
-    the chain with the fewest groups is taken.
+    `compute_s` is the time of an iteration if communication takes no time. If several chains have the same iteration
+    time, the chain with the fewest groups is taken.
     """
     best_s, best = math.inf, [len(chain.nbytes)]
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)

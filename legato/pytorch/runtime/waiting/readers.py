@@ -93,7 +93,7 @@ _STATE_REFERENCES = 3
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
     """Return whether anything except the parameter holds its gradient or the gradient's memory.
 
-    `lent` is the runtime's own view of a bucket, whose memory other views use, too. Call this under `invisible`.
+    `lent` is the runtime's own view of a bucket; other views use the same memory. Call this under `invisible`.
     """
     grad = parameter.grad
     if grad is None:

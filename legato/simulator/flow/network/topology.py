@@ -13,10 +13,10 @@ In a tree, a link carries a message once (as one service), even if several route
 
 [Note: symmetry] If all workers compute alike and the fabric looks the same from every worker (a ring rotated by one is
 the same ring), all workers behave alike. If they do, only the first `size` workers are simulated, and worker w is
-represented by host `worker(w)`, the number w modulo `size`. If only one worker is simulated, a transfer to its
-neighbour becomes a transfer to the worker itself, as if it came from the neighbour on the other side. If several
-transfers are ready, a link chooses by their message, not by their worker. So the order of transfers on every link, and
-all times, are the same as in the full simulation.
+represented by host `worker(w)`, the number w modulo `size`. If only one worker is simulated, its transfer to a
+neighbour becomes a transfer to itself, which stands for the transfer from its other neighbour. If several transfers are
+ready, a link chooses by their message, not by their worker. So the order of transfers on every link, and all times, are
+the same as in the full simulation.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Topology:
         return np.concatenate([first[..., None], between, last[..., None]], axis=-1)
 
     def links_of(self, kind: str, number: int) -> list[int]:
-        """Return the links of a component, in both directions: a worker ("link"), server, leaf ("uplink") or spine.
+        """Return the links, in both directions, of a worker (`kind` "link"), a server, a leaf ("uplink") or a spine.
 
         The links of a leaf are its links to spines. Links are numbered as if all workers of the network were simulated.
         """
