@@ -1,9 +1,9 @@
 """Advice on a traced job: the cost of communication, the gain from a better plan, and whether a change is worth it.
 
 A verdict never compares a prediction with a measurement. The parts of a step and the difference between two jobs are
-measured, as medians over the steps, which a single odd step does not change. The gain from a plan is predicted, as a
-share of the predicted time of the traced plan. The difference between the traced plan's predicted time and its measured
-time tells how far to trust other predictions.
+measured. They are medians over the steps, so a single odd step does not change them. The gain from a plan is predicted,
+as a share of the predicted time of the traced plan. The difference between the traced plan's predicted time and its
+measured time tells how far to trust other predictions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ _CAUSES = {
 class Seconds(msgspec.Struct, frozen=True):
     """Statistics of a time over the steps, in seconds: mean, standard deviation (`spread`) and median.
 
-    `noise` is the median distance of a step from the median. Sentences and tables give the median and the noise.
+    `noise` is the median of the differences between each step's time and the median time. Sentences and tables give the
+    median and the noise.
     """
 
     mean: float
@@ -142,10 +143,10 @@ class RankTimes(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it saves.
+    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that the plan saves.
 
-    The time and the share (`win`) are medians over the traced steps. If there are several steps, `wins` are the least
-    and the largest share saved.
+    The time and the share (`win`) are medians over the traced steps. If there are several steps, `wins` are the
+    smallest and the largest share that the plan saves in a step.
     """
 
     plan: str
@@ -157,15 +158,15 @@ class Prediction(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True):
     """The advice on a job, from its traces.
 
-    Plans are for `rank`. `undelayed_s` has the median step of each rank, without delays by late ranks, and `measured_s`
-    is the median step of `rank`. `error` is the relative error of the traced plan's prediction: 0.1 if the predicted
-    time is 10% longer than `measured_s`, and None if the plans are for another network. `predictions` begin with the
-    traced plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted, all fields about
-    predictions are empty or None, and `lacking` says why. `code` is the code to try. `missing` lists what the traces
-    lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are the costs of
-    FSDP2's collectives. `comparison` has the traced groups in its first row and other groups in the following rows.
-    `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the time of the step over
-    all ranks in the traces, and `replayed_s` is the time of this step in a replay.
+    Plans are for `rank`. `undelayed_s` has the median step time of each rank, without waits for late ranks.
+    `measured_s` is the median step time of `rank`. `error` is the relative error of the traced plan's prediction: 0.1
+    if the predicted time is 10% longer than `measured_s`, and None if the plans are for another network. `predictions`
+    begin with the traced plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted,
+    all fields about predictions are empty or None, and `lacking` says why. `code` is the code to try. `missing` lists
+    what the traces lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are
+    the costs of FSDP2's collectives. The first row of `comparison` has the traced groups, and the other rows have other
+    groups. `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the time of one
+    step over all traced ranks, and `replayed_s` is the time of the same step when legato replays it.
     """
 
     name: str
@@ -235,7 +236,7 @@ def _by_kind(steps: Sequence[RankMeasure]) -> tuple[KindSeconds, ...]:
 
 
 def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
-    """Return the cluster of a trace with another number of workers: a ring over the same links."""
+    """Return the cluster of a trace with another number of workers, which form a ring over links of the same speed."""
     if workers == traced.workers:
         return traced
     if traced.workers < 2:
@@ -260,7 +261,7 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
 
 
 def _with_traffic(known: Advice, imported: Imported) -> Advice:
-    """Add the kinds of traffic and the gain from faster links, if the job sends more than gradients and buffers."""
+    """Return the advice with its part on traffic, if the job sends more than gradients and buffers."""
     others = {t.kind for t in imported.transfers if not t.carries_gradients} - {"broadcast", "barrier"}
     whole = imported.whole
     if not others or imported.fsdp or whole is None:
@@ -299,7 +300,7 @@ def _with_traffic(known: Advice, imported: Imported) -> Advice:
 
 
 def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
-    """Say how long ranks wait for a kind of traffic, and how much time faster links would save."""
+    """Return sentences on how long ranks wait for a kind of traffic, and how much time faster links would save."""
     hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
     return (
         f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
@@ -385,7 +386,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
 def _of_groups(
     known: Advice, imported: Imported, found: Sharded, cluster: Cluster | None, workers: int | None
 ) -> Advice:
-    """Add the predicted gains from grouping FSDP2's modules differently."""
+    """Return the advice with the predicted gains from other groups of FSDP2's modules."""
     known = msgspec.structs.replace(known, groups=(found.root, *found.groups) if found.root.gathered else found.groups)
     waits_known = all(measure.waiting_s is not None for measure in imported.ranks)
     try:
@@ -417,7 +418,7 @@ def _of_groups(
 
 
 def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
-    """Return the sentences of a verdict on groups, and the row of the table to try, preferably in no more memory."""
+    """Return the sentences of a verdict on groups, and the row to try, preferably a row that needs no more memory."""
     traced = table.rows[0]
     same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
     wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
@@ -443,7 +444,7 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
 
 
 def _over_steps(best: Prediction) -> str:
-    """Return the range of the gain over the traced steps in words, or "" if there is only one step."""
+    """Return the smallest and the largest gain in a traced step in words, or "" if there is only one step."""
     if best.wins is None:
         return ""
     return f" ({' to '.join(dict.fromkeys(map(percent, best.wins)))} in the traced steps)"
@@ -457,10 +458,10 @@ def _too_close(win: float, off: float, of: str) -> str:
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
-    """Return DDP's fastest buckets, and the code for them ("" for the traced buckets).
+    """Return the plan of DDP's fastest buckets, and the code that sets these buckets ("" for the traced buckets).
 
-    Candidates are the traced buckets, DDP's default buckets, and buckets with each cap in `_CAPS_MIB`. On a tie, the
-    least change is best.
+    Candidates are the traced buckets, DDP's default buckets, and buckets with each cap in `_CAPS_MIB`. If several
+    candidates are about equally fast, the first in this list is best.
     """
     tried = {"": traced, "DistributedDataParallel(model)": ddp(workload, cluster)}
     for cap in _CAPS_MIB:
@@ -474,7 +475,7 @@ def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[P
 def _verdict(
     lines: Sequence[str], predictions: Sequence[Prediction], error: float | None, stock_code: str
 ) -> tuple[list[str], str]:
-    """Return sentences, the most important first, and the code to try.
+    """Return the sentences of a verdict, the most important sentence first, and the code to try.
 
     `lines` are sentences about everything that iterations wait for.
     """
@@ -498,7 +499,7 @@ def _verdict(
 
 
 def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
-    """Say what iterations wait for. Each time is the mean, over the ranks, of a rank's median over its steps."""
+    """Say what iterations wait for. Each time is a mean over the ranks; a rank's time is the median over its steps."""
     shares = {cause: _share(ranks, cause) for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
@@ -530,7 +531,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
 
 
 def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
-    """Return a time as the mean, over the ranks, of each rank's median over its steps."""
+    """Return the mean of a time over the ranks; a rank's time is the median over its steps."""
     found = [getattr(rank, cause) for rank in ranks]
     return statistics.fmean(0.0 if value is None else value.median for value in found)
 
@@ -542,7 +543,7 @@ def _share(ranks: Sequence[RankTimes], cause: str) -> float:
 
 
 def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
-    """Say how long an iteration would be if no communication were exposed, for jobs without predicted plans."""
+    """Return how long an iteration would be without exposed communication, in words, for jobs without predictions."""
     exposed_s, iteration_s = (_over_ranks(ranks, what) for what in ("exposed_s", "iteration_s"))
     if _share(ranks, "exposed_s") < _WORTH:
         return []
@@ -556,7 +557,7 @@ def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
 def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
     """Return the tables and lines of a verdict in reading order, without the code to try.
 
-    `changed` are the sentences that `changes` returned for this job and an earlier job.
+    `changed` has the sentences of `changes` that compare this job with an earlier job.
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
     found: list[TextTable | str] = [_times_table(advice)]
@@ -589,7 +590,7 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a job's traces, or on its traces before and after a change, with `changes` between the two."""
+    """The verdict on a job, or on a job before and after a change; `changes` then says what changed."""
 
     jobs: tuple[Imported, ...]
     advice: tuple[Advice, ...]
@@ -685,7 +686,7 @@ def _no_plan(lacking: str) -> str:
 
 
 def asides(advice: Advice) -> tuple[str, ...]:
-    """Return notes: what the traces lack, what is assumed instead, and what the tables leave out."""
+    """Return notes on what the traces lack, what legato assumes instead, and what the tables leave out."""
     few = f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all"
     return (
         *([few] if len(advice.ranks) > _MOST_ROWS else []),
@@ -723,7 +724,7 @@ def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, float]]:
-    """Return (communicating, exposed) seconds by kind, as means of the ranks' medians, the most exposed kind first."""
+    """Return the seconds (communicating, exposed) of each kind, as means of ranks' medians, the most exposed first."""
     totals: dict[str, tuple[float, float]] = {}
     for rank in ranks:
         for times in rank.kinds:
@@ -734,7 +735,7 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
 
 
 def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
-    """Return a table of communication by kind of collective; with several ranks, the table has means over the ranks."""
+    """Return a table of communication by kind of collective; its times are means over the ranks."""
     found = _kinds_over_ranks(ranks)
     if not found:
         return None
@@ -799,7 +800,7 @@ def _plans_table(advice: Advice) -> TextTable | None:
 
 
 def _longest(advice: Advice) -> str:
-    """Say which rank the plans are for, and which ranks have the longest and the shortest step."""
+    """Return a sentence on which rank the plans are for, and on the ranks with the longest and the shortest step."""
     by_time, mine = sorted(advice.undelayed_s, key=advice.undelayed_s.__getitem__), advice.rank
     times = {rank: format_seconds(advice.undelayed_s[rank]) for rank in (mine, by_time[0], by_time[-1])}
     whose = "which takes longest" if times[mine] == times[by_time[-1]] else "as asked for"
@@ -809,7 +810,7 @@ def _longest(advice: Advice) -> str:
 
 
 def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
-    """Return a table of FSDP2's groups in forward order, with one row for neighbouring groups that are alike."""
+    """Return a table of FSDP2's groups in forward order; neighbours of the same size and settings share a row."""
 
     def alike(group: ShardedGroup) -> tuple[object, ...]:
         return len(group.modules), group.gathered, group.scattered, group.reshard, group.ahead
@@ -836,7 +837,7 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
-    """Return sentences about what changed between two jobs. Each time is a mean over the ranks of a rank's median."""
+    """Return sentences about what changed between two jobs. Each time is the mean of the ranks' medians."""
     old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0

@@ -33,11 +33,11 @@ def simulate(
     A workload can run on collectives, on sharp (SHARP, NCCL's CollNet), and on parameter servers, with or without
     switches that help them by multicast or aggregation (as in the Network Operator Edition). Speedups are relative to
     one parameter server without help from switches. The table has no speedups if one server would receive more than a
-    million pushes, or if --disturb slows a second server down. The bandwidth and latency of a measured cluster are
-    derived from the cost of its default collective.
+    million pushes, or if --disturb slows down a server that this one-server network does not have. The bandwidth and
+    latency of a measured cluster are derived from the cost of its default collective.
 
-    A whole job (legato workload --tensor) and a program (legato import --program) use the hosts and links of --machine:
-    by default the job's own machine, and h100 for a program. Other options add switches between the hosts. With
+    A whole job (legato workload --tensor) and a program (legato import --program) use the hosts and links of --machine.
+    The default is a whole job's own machine, or h100 for a program. Other options add switches between the hosts. With
     --share, each job is compared with the same job alone on the same hosts.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]

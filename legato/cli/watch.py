@@ -26,7 +26,7 @@ def watch(  # noqa: PLR0913
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     after: Annotated[
-        int, typer.Option(help="Number of steps before the two warm-up steps and the recorded steps.", min=1)
+        int, typer.Option(help="Number of steps before the two warm-up steps; the recorded steps follow.", min=1)
     ] = 10,
     steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=100)] = 4,
     every: Annotated[
@@ -43,7 +43,7 @@ def watch(  # noqa: PLR0913
         bool, typer.Option("--json", help="Print the last verdict as JSON on standard output when the script ends.")
     ] = False,
 ) -> None:
-    """Run a training script, profile a few of its steps, and print what legato advise says about them.
+    """Run a training script, profile a few of its steps, and print what legato advise says about these steps.
 
     The training itself does not change. Rank 0 prints the verdict on standard error while training continues.
 
@@ -63,8 +63,8 @@ def judge() -> None:
     """Judge the traces of a watched script in a separate process: print the verdict, and write JSON and the page.
 
     The command line has four arguments: the folder of the traces, the JSON file of the previous verdict (or an empty
-    file), the JSON file to write, and the file for the page (or ""). The script's process holds the other end of this
-    process's standard input. When the input is closed, the script has ended, and this process ends, too.
+    file), the JSON file to write, and the file for the page (or ""). The script's process keeps this process's standard
+    input open. When the input is closed, the script has ended, and this process ends, too.
     """
     folder, before, document, page = sys.argv[1:]
     threading.Thread(target=_end_with_script, daemon=True).start()

@@ -23,7 +23,7 @@ SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """The span of an op or a message in a worker's lane, from `start_s` to `end_s` (seconds).
+    """The time of an op or a message, from `start_s` to `end_s` (seconds); reports draw it in the `lane` of a worker.
 
     `nbytes` is the size of a message, or None if it is unknown.
     """
@@ -48,15 +48,16 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.timeline/1"):
     """One iteration of training, predicted by a simulation or measured.
 
-    The metrics are defined as in TicTac and Caramel. They use the communication time N and the computation time C of
-    the first worker, and the iteration time T, all in seconds. Unlike TicTac's coefficient, `overlap` does not count
-    time in which neither communication nor computation runs. Time in which several messages are in flight counts once,
-    and so does time in which several ops run. If several workers have equal times, the timeline has only one of these
-    workers. For each worker in the timeline, `members` then has its number, and the number of workers with the same
-    times (itself included). `job` and `network` describe, if known, the job and the network in words. `baseline` is the
-    timeline of the plan with which this plan is compared, usually DDP's on the same network. If `name` equals `job`,
-    the timeline shows one of several jobs on one network, and reports draw these jobs from the same moment on. With
-    `whole`, workers do different work, like the stages of a pipeline, and reports draw all of them.
+    The metrics are defined as in TicTac and Caramel. These definitions use the communication time N and the computation
+    time C of the first worker, and the iteration time T, in seconds. Unlike TicTac's coefficient, `overlap` does not
+    count time in which neither communication nor computation runs. Time in which several messages are in flight counts
+    once, and so does time in which several ops run. If several workers have equal times, the timeline has only one of
+    these workers. For each worker in the timeline, `members` then has the worker's number, and the number of workers
+    that have the same times (with this worker). `job` and `network` describe, if known, the job and the network in
+    words. `baseline` is the timeline of the plan with which this plan is compared, usually DDP's on the same network.
+    If `name` equals `job`, the timeline shows one of several jobs on one network, and reports draw the times of all
+    these jobs from a common start. If `whole` is true, workers do different work, like the stages of a pipeline, and
+    reports draw all workers.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return draw([self] if self.baseline is None else [self.baseline, self])
 
     def drawn(self) -> tuple[Timeline, ...]:
-        """Return the timelines to draw: one for each distinct worker of a `whole` job, or the timeline itself."""
+        """Return the timelines to draw: one for each worker of a `whole` job that has times of its own, or else the timeline itself."""
         if not self.whole:
             return (self,)
         alike = dict(self.members)
@@ -132,7 +133,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def overlap(self) -> float:
-        """Return the overlap: the time in which network and worker are both busy, over the lesser of N and C."""
+        """Return the overlap: the time in which network and worker are both busy, divided by the lesser of N and C."""
         return overlap(self._covered(communication=True), self._covered(communication=False))
 
     @property
@@ -148,9 +149,9 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
 
 
 def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """Return the time in which both run, divided by the shorter of their total times, or 0 if one never runs.
+    """Return the time that two lists of intervals share, divided by the shorter total time (0 if a list is empty).
 
-    The intervals of each list are disjoint. If at every moment communication or computation runs, the overlap is
+    The intervals of each list are disjoint. If communication, computation or both run at every moment, the overlap is
     TicTac's coefficient alpha. The overlap is never below 0 or above 1.
     """
     n, c = _length(communication), _length(computation)
@@ -175,10 +176,10 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Return (row, span) in order of start, with no overlap within a row and as few rows as possible.
+    """Return (row, span) in order of start; spans in a row do not overlap, and there are as few rows as possible.
 
-    Each span gets the lowest free row. Since spans are placed in order of start, there are only as many rows as spans
-    at the busiest moment. Times that round to the same nanosecond count as equal.
+    Each span gets the lowest free row. Since spans get rows in order of start, there are only as many rows as there are
+    spans at the busiest moment. Times that round to the same nanosecond count as equal.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -194,7 +195,7 @@ def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 class Bar(msgspec.Struct):
-    """A bar for `count` spans of a row, with times in seconds."""
+    """A bar that is drawn for `count` spans of a row; its times are in seconds."""
 
     start_s: float
     end_s: float
@@ -205,7 +206,7 @@ class Bar(msgspec.Struct):
 
 
 def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
-    """Return the bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share a bar.
+    """Return the bars for the spans of a row, in order of start; spans shorter than `finest_s` may share a bar.
 
     Two spans are joined only if the gap between them is less than `finest_s`, so that longer gaps stay visible. Spans
     of different kinds are joined while the bar is shorter than `finest_s`; the kind with the most time in a bar
@@ -270,7 +271,7 @@ def _title(timeline: Timeline) -> str:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
-    """Return the name of each lane and its spans in rows; spans that overlap share only the last of many rows."""
+    """Return the name of each lane and its spans in rows; if there are too many rows, spans overlap in the last row."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
         lanes.setdefault((span.worker, span.lane), []).append(span)
@@ -284,7 +285,7 @@ def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
 
 
 def _draw_lanes(timeline: Timeline, title: str, top: float, first: float, second: float) -> tuple[list[str], float]:
-    """Return a drawing of a timeline from `top` (pixels) down, and its height; the left end is at `first` (s)."""
+    """Return a drawing of a timeline below `top` (pixels), and its height; the left edge is at the time `first` (s)."""
     lanes = _lanes(timeline)
     finest_s = max(1.0, sum(len(rows) for _, rows in lanes[:_MOST_LANES]) / _FINE_ROWS) / second
     parts = [_text(_LEFT, top, title, weight="bold")]

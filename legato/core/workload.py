@@ -37,7 +37,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def graph(self) -> str:
-        """Return the graph of a compiled model that contains the op (`graph 0/backward`), or "" if there is none."""
+        """Return the name of the compiled graph that contains the op (`graph 0/backward`), or "" if no graph does."""
         return self.name.rpartition("/")[0] if self.name.startswith("graph ") else ""
 
 
@@ -57,7 +57,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A parameter of a module: its size in bytes, the bytes of an element, and the size `rows` of its first dimension.
+    """A parameter of a module: its bytes, the bytes of an element, and the number of its rows (its first dimension).
 
     Fully sharded training divides a parameter by rows. `trained` says whether the parameter gets a gradient.
     """
@@ -72,12 +72,12 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
 
-    `parameters` are the module's own parameters, and the parameters of inner modules that are never called. A parameter
-    that several modules share is listed by the first module that is called; `tied` are the paths of the other modules.
-    `calls` is the number of calls of the module in a step, and `named` is its place in `named_modules()`. An embedding
-    needs no gradient of its input, and the backward pass does not read its parameters. A module *does not reach the
-    loss* if the module or an earlier module has trained parameters, but the backward pass computes no gradient of the
-    module's output.
+    `parameters` has the module's own parameters, and also the parameters of inner modules that are never called. A
+    parameter that several modules share is listed by the first module that is called; `tied` are the paths of the other
+    modules. `calls` is the number of calls of the module in a step, and `named` is its position in `named_modules()`.
+    An embedding needs no gradient of its input, and the backward pass does not read its parameters. A module *does not
+    reach the loss* if the backward pass computes no gradient of its output, although the module or an earlier module
+    has trained parameters.
     """
 
     path: str
@@ -104,9 +104,9 @@ class Workload(
     backward, optimizer. Tensors are in the order in which their gradients become
     ready, if the source knows it.
 
-    `modules` are the modules that have parameters, themselves or in inner modules, in the order of their first calls.
-    If the source does not know the modules, `modules` is empty. `itemsize` is the number of bytes of an element of the
-    gradients.
+    `modules` has the modules that have parameters (of their own or in inner modules), in the order of their first
+    calls. If the source does not know the modules, `modules` is empty. `itemsize` is the number of bytes of an element
+    of the gradients.
 
     `untraced_s` is the time of an iteration without tracing, in seconds (None if it was not measured). `time_scale` is
     the factor by which the measured op times were multiplied so that their sum is `untraced_s` (1 if the times were not
@@ -203,7 +203,7 @@ class Workload(
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture for notebooks: an iteration in which no op waits, and the largest tensors."""
+        """Return a picture for notebooks: an iteration whose ops wait for no message, and the largest tensors."""
         order = self.iteration_order()
         ends = list(itertools.accumulate(self.ops[i].duration_s for i in order))
         ops = [
@@ -249,8 +249,8 @@ class Workload(
         """Return the ids of all ops in the order in which one steady-state iteration runs them.
 
         An iteration starts with the backward pass and ends with the next forward pass. Each optimizer op comes just
-        before the first forward op that reads a parameter which the optimizer op updates, or at the end if there is no
-        such op. The order is computed once and cached.
+        before the first forward op that reads one of the parameters that it updates. If no forward op does, the
+        optimizer op comes at the end. The order is computed once and cached.
         """
         kept: dict[str, Any] = self.__dict__
         if "captured_order" not in kept:

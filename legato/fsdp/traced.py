@@ -1,4 +1,4 @@
-"""The units, costs and groups of fully sharded training that a trace shows."""
+"""The units, costs and groups of a traced fully sharded training. A unit is a group, or one module of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, what: str, samples: Sequence[tuple[int, float]], *, waits_known: bool) -> Fit:
-        """Fit a cost to the median time of each size, or to the shortest if times may include waits for late ranks."""
+        """Fit a cost to each size's median time, or to its shortest time if times may include waits for late ranks."""
         times: dict[int, list[float]] = {}
         for nbytes, seconds in samples:
             if nbytes > 0 and seconds > 0:
@@ -58,7 +58,7 @@ class Fit(msgspec.Struct, frozen=True):
 def compare_groups(
     found: Sharded, *, waits_known: bool, cluster: Cluster | None = None
 ) -> tuple[Comparison, tuple[Fit, ...]]:
-    """Return a comparison of the traced groups with other groups, and the fits of the collectives' costs.
+    """Return a comparison of the traced groups with other groups, and the costs that were fitted to the collectives.
 
     Raises `InputError` if the trace lacks something that the rules need.
     """
@@ -87,10 +87,10 @@ def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ..
 
 
 def traced_units(found: Sharded) -> list[Unit]:
-    """Return the units that groups can hold, and the root's computation before and after each group.
+    """Return the units from which groups can be made, and units for the root's computation before and after each group.
 
-    A group is one unit. But if the paths of a group's modules differ only in their numbers and the time of each module
-    is known, each module is a unit, and all these units have the same size.
+    A group is one unit, with one exception: if the paths of its modules differ only in their numbers, and each module's
+    time is known, each module is a unit, and these units have the same size.
     """
     units: list[Unit] = []
     holds = next((k for back in (1, 0) for k, seconds in enumerate(found.root_s) if seconds[back] > 0), 0)
@@ -108,7 +108,7 @@ def _sizes(found: Sharded, group: ShardedGroup) -> tuple[int, int, int]:
 
 
 def _paths(group: ShardedGroup) -> tuple[str, ...]:
-    """Return the paths of a group's units: its modules if they are alike and have known times, or else one path."""
+    """Return the paths of a group's units: a path for each module if they are alike and timed, or else one path."""
     found = [_NUMBERED.match(path) for path in group.modules]
     alike = None not in found and len({match[1] for match in found if match}) == 1
     return group.modules if alike and len(group.forward_s) == len(group.modules) else (_SEPARATOR.join(group.modules),)
@@ -145,7 +145,7 @@ def traced_wrapping(found: Sharded) -> Wrapping:
 
 
 def as_modules(wrapping: Wrapping) -> Wrapping:
-    """Return the wrapping with the modules of each unit in place of the unit, which may have several modules."""
+    """Return the wrapping with each unit replaced by its modules, of which a unit may have several."""
     groups = (
         msgspec.structs.replace(g, modules=tuple(path for unit in g.modules for path in unit.split(_SEPARATOR)))
         for g in wrapping.groups

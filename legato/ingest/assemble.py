@@ -29,9 +29,9 @@ def assemble(
 
     With `keep_idle`, the duration of an op includes the time for which the device was idle because the host had not
     launched the op, since no plan can avoid this time. The optimizer's time is divided among the tensors in proportion
-    to their bytes, as if each parameter were updated when its gradient arrives. `together` are ops of the optimizer
-    that need all gradients, and that precede the update of every parameter. Raises `InputError` if there is no
-    gradient, or no computation in the backward pass.
+    to their bytes, as if each parameter were updated when its gradient arrives. `together` has the optimizer's ops that
+    need all gradients and run before the update of any parameter. Raises `InputError` if there is no gradient, or no
+    computation in the backward pass.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -96,7 +96,7 @@ def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes:
 
 
 def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, for each gradient, the forward op that reads its parameter if the backward pass runs in reverse order.
+    """Return, for each gradient, the forward op that reads its parameter, as if the backward pass ran in reverse order.
 
     For example, if a gradient is ready after 30% of the backward pass's time, its parameter is first read after 70% of
     the forward pass's time.

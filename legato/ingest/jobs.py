@@ -28,7 +28,7 @@ class _Job:
     files: dict[int, list[Path]] = field(default_factory=dict)
 
     def takes(self, trace: Marks) -> bool:
-        """Return whether a trace can belong to this job: it has the job's number of ranks, and a new rank."""
+        """Return whether a trace can belong to this job: the number of ranks is the same, and the rank is new."""
         same = trace.workers is None or self.workers is None or trace.workers == self.workers
         return same and (trace.rank or 0) not in self.files
 

@@ -28,7 +28,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 class Fetched:
-    """A tensor that is being copied to the host. The host waits only when it reads the copy."""
+    """A tensor that a device copies to the host. The host waits only when it reads the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._stream = current_stream(tensor.device)
@@ -41,7 +41,7 @@ class Fetched:
 
     @staticmethod
     def values(fetched: Sequence[Fetched]) -> list[torch.Tensor]:
-        """Wait until all tensors are copied (once for each stream that copies), and return the copies in order."""
+        """Wait until all tensors are copied, once for each stream that copies, and return the copies in order."""
         for event in {each._stream: each._copied for each in fetched if each._stream is not None}.values():
             event.synchronize()
         return [each._host for each in fetched]
@@ -108,7 +108,7 @@ class DeviceClock:
 
 
 def can_time(device: torch.device) -> bool:
-    """Return whether ops on a device can be timed: it is a CPU or an available accelerator, and not `meta`."""
+    """Return whether ops on a device can be timed: the device is a CPU or an available accelerator, and not `meta`."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return device.type == "cpu" or (accelerator is not None and device.type == accelerator.type)
 

@@ -1,14 +1,14 @@
 """Names the parameters of a model whose gradients are averaged, and detects changes of the model.
 
 [Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a `DistributedDataParallel`.
-Wrappers do not appear in the names of parameters. So a plan, a workload or a checkpoint of one form of the model fits
-all other forms. `named_parameters` makes all names.
+Wrappers do not appear in the names of parameters. So a plan, a workload or a checkpoint that was made for one of these
+forms of a model fits all its other forms. `named_parameters` makes all names.
 
 [Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
 parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). When a parameter
-has been replaced, cast or moved, all passes are left to DDP, so that the results are DDP's. Before each forward pass,
-all parameters and the dictionaries of all modules are compared with their first state. The comparison takes some tens
-of microseconds.
+has been replaced, cast or moved, DDP runs all passes without legato, so the results are DDP's. Before each forward
+pass, all parameters and the dictionaries of all modules are compared with their first state. The comparison takes some
+tens of microseconds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ __all__ = ["ModuleFingerprint", "named_modules", "named_parameters", "sparse_par
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model and its submodules by the names that they have without wrappers; the model's own name is "".
 
-    A wrapper (`torch.compile`, `DistributedDataParallel`) is left out, and its name becomes the name of the wrapped
-    module.
+    A wrapper (`torch.compile`, `DistributedDataParallel`) is left out, and the wrapped module gets the wrapper's name.
     """
     return dict(_without_wrappers(model).values())
 
@@ -57,7 +56,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Return a dictionary from torch's name of each module to the module's name without wrappers, and the module."""
+    """Return, by torch's name of each module, the pair of the module's name without wrappers and the module."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for full, module in model.named_modules():
         parent, _, leaf = full.rpartition(".")
@@ -74,7 +73,8 @@ def _joined(path: str, name: str) -> str:
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters with dense gradients, by name; a shared parameter appears once.
 
-    Empty parameters, parameters that DDP was told to ignore, and those that `sparse_parameters` returns are left out.
+    Left out are empty parameters, parameters that DDP was told to ignore, and parameters that `sparse_parameters`
+    returns.
     """
     sparse, ignored = sparse_parameters(module), ignored_parameters(module)
     return {

@@ -45,7 +45,7 @@ def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool
 
 
 def breakdown_charts(charts: Sequence[BreakdownChart], number: int, figures: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the values that the template needs for each chart, and add the chart's figure to `figures` by id.
+    """Return the values that the template needs for each chart; store the chart's figure in `figures` under its id.
 
     All charts share one scale.
     """

@@ -3,8 +3,8 @@
 [Note: names are not trusted] The names of ops, tensors and workloads come from
 traces of other programs. In the page, jinja escapes these names. The figures' JSON contains
 no `<` (`_json`), and labels are escaped for plotly, which interprets some HTML
-(`figures.label`). In addition, the page's content security policy forbids loading
-from the network, and allows only the page's two scripts, by their hashes.
+(`figures.label`). In addition, the page's content security policy forbids loading from the network, and allows only two
+scripts, which it identifies by their hashes.
 
 [Note: plotly starts late] plotly.js takes longer to start than the rest of the page. So the
 page has plotly.js as text, which the page's own script runs when a figure comes into view.
@@ -90,7 +90,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
 
 
 def _parts(report: Report) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Return the values that the template needs for models and for sweeps, and the figures by id."""
+    """Return the values that the template needs for models, those for sweeps, and the figures by id."""
     figures: dict[str, Any] = {}
     sections = [section(model, number, figures) for number, model in enumerate(report.models)]
     return sections, sweep_sections(report.sweep, figures), figures

@@ -51,8 +51,8 @@ class Entry(msgspec.Struct, frozen=True):
     """One row of the table: times in seconds, and shares from 0 to 1; None means unknown.
 
     `measured_s` is a median, and `one_s` is the time of the single measured iteration that the report draws. `gap` is
-    how far `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` are of the predicted iteration, or of
-    the measured one if there is no prediction. `exposed` has the share of exposed communication for each source of
+    how far `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` describe the predicted iteration, or the
+    measured iteration if there is no prediction. `exposed` has the share of exposed communication for each source of
     timelines (predicted or measured). `rounded` is the share of bytes in a wire format, or None if no plan in the table
     uses one.
     """
@@ -114,7 +114,7 @@ def _entry(
 
 
 def _told_by(drawn: dict[str, Timeline]) -> dict[str, Any]:
-    """Return the fields of an entry that its timelines determine; `drawn` has the timelines by source."""
+    """Return the fields of a table row that timelines determine; `drawn` has the row's timelines by source."""
     exposed = {source: t.exposed_comm_s / t.iteration_s for source, t in drawn.items() if t.iteration_s > 0}
     known: dict[str, Any] = {"exposed": exposed}
     for source, field in (("measured", "one_s"), ("predicted", "predicted_s")):  # predictions replace measurements
@@ -144,9 +144,9 @@ def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
 def best_of(table: Sequence[Entry]) -> Entry | None:
     """Return the entry to recommend.
 
-    Candidates are within 0.5% of the fastest, and round at most 0.5 percentage points more bytes than the candidate
-    that rounds least. Among the candidates, the function prefers DDP, and then the plan with the fewest messages. The
-    result is None if there are no times, or only times of single measured iterations.
+    A candidate is at most 0.5% slower than the fastest entry, and its share of rounded bytes is at most 0.5 percentage
+    points above the least share. Among the candidates, the function prefers DDP, and then the plan with the fewest
+    messages. The result is None if there are no times, or only times of single measured iterations.
     """
     kind, seen = _comparable(table)
     if kind == "one iteration" or not seen:
@@ -289,7 +289,7 @@ def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, A
 
 
 def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
-    """Return the speedup over the baseline, by times of one kind; None if the table has only one row."""
+    """Return the speedup over the baseline in times of one kind; None if the table has only one row."""
     base, own = _baseline(table) if len(table) > 1 else None, e.seconds(kind)
     base_s = None if base is None else base.seconds(kind)
     return base_s / own if base_s is not None and own else None

@@ -14,7 +14,7 @@ __all__ = ["bar_percent", "factor", "heads", "seconds_cell", "share_cell", "tabl
 def heads(
     names: Sequence[str], ordered: int | None = None, help: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the heads of the columns; rows are sorted by the column with index `ordered`; `help` has the tooltips."""
+    """Return the heads of columns with the tooltips of `help`; column number `ordered` determines the order of rows."""
     return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
 
 
@@ -24,7 +24,7 @@ def table_of(
     ordered: str = "",
     best: int | None = None,
 ) -> dict[str, Any]:
-    """Return the table for the template; `columns` are (name, cells), without empty ones; row `best` is marked."""
+    """Return the table for the template, without empty columns; `columns` has (name, cells); row `best` is marked."""
     shown = [(name, cells) for name, cells in columns if any(cell["sort"] != "" for cell in cells)]
     names = [name for name, _ in shown]
     rows = [
@@ -35,17 +35,17 @@ def table_of(
 
 
 def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
-    """Return a cell with a bar of `bar` percent of its width; rows are sorted by `sort` (None comes last)."""
+    """Return a cell, with a bar that fills `bar` percent of it; rows are sorted by `sort` (None comes last)."""
     return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
 
 
 def bar_percent(value: float | None, largest: float) -> float | None:
-    """Return the length of a bar as a percentage of the `largest` value's bar, or None without a value."""
+    """Return the length of a value's bar in percent of the bar of the `largest` value; None without a value."""
     return None if value is None else round(100 * min(1.0, value / largest), 2)
 
 
 def factor(ratio: float | None) -> str:
-    """Return a ratio in the form `1.24x`, or "" without one."""
+    """Return a ratio in the form `1.24x`, or "" if there is no ratio."""
     return "" if ratio is None else f"{ratio:.2f}x"
 
 

@@ -25,7 +25,7 @@ def readiness(workload: Workload) -> list[tuple[float, int, str]]:
 
 
 def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tuple[float, int]]:
-    """Return the corners (seconds, bytes) of the curve of bytes sent if the network sends gradients once ready."""
+    """Return the corners (seconds, bytes) of the curve of sent bytes if the network sends gradients once ready."""
     corners: list[tuple[float, int]] = []
     at, sent = 0.0, 0
     for ready_s, nbytes, _ in ready:
@@ -38,7 +38,7 @@ def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tupl
 
 
 def draw_readiness(workload: Workload, cluster: Cluster | None) -> dict[str, Any]:
-    """Return a figure of the bytes that are ready, and the bytes that the network can have sent, over time."""
+    """Return a figure that shows over time how many bytes are ready, and how many bytes the network can have sent."""
     ready = readiness(workload)
     sent = drained(ready, cluster.cost().beta_s_per_byte) if cluster else []
     compute_s = workload.compute_s

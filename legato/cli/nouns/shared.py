@@ -51,7 +51,7 @@ BY_INTENSITY = "intensity"
 
 @dataclass(frozen=True)
 class Hosts:
-    """The option that says on which hosts the jobs run that share a network."""
+    """The option that says on which hosts jobs run when they share a network."""
 
     PANEL: ClassVar = "Jobs that share a network (--share)"
 
@@ -69,14 +69,14 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Places(Hosts):
-    """The options that say on which hosts jobs that share a network run, and when they start."""
+    """The options that say on which hosts jobs run when they share a network, and when the jobs start."""
 
     shift: str | None = setting(None, "Delay before a job starts, such as 120ms.", show_default="0")
 
 
 @dataclass(frozen=True)
 class Timed(Places):
-    """The options for jobs whose iterations are timed; most take one value for all jobs, or one for each job."""
+    """The options for measuring iterations of jobs; most take one value for all jobs, or one value for each job."""
 
     best_shift: bool = setting(
         False, "Find the shifts with the smallest mean slowdown, and what a wrong shift costs.", "--best-shift"
@@ -155,7 +155,7 @@ def sweep(
     how: Hosts,
     json: Json = False,
 ) -> None:
-    """Simulate a mix of jobs on every network, and print a row for each network; `--workers` has each job's workers."""
+    """Simulate a mix of jobs on every network, and print a row for each; `--workers` has the workers of each job."""
     _check_links(cells.fidelity)
     if "servers" in given.axes:
         raise InputError("--servers: does not apply to jobs that share networks")
@@ -278,7 +278,7 @@ def _jobs(
 
 
 def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
-    """Return a row for each case: jobs with equal, with given and with Crux's priorities, and at the best shifts."""
+    """Return a row for each case: jobs with equal, given or Crux's priorities, and jobs at the best shifts."""
     from legato.simulator.flow import best_shifts
 
     own_s = [job.shift_s for job in shared.jobs]
@@ -380,7 +380,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _drifts(phases: Phases) -> Table:
-    """Return a table of the mean slowdown if all jobs start at their best shifts, and if they miss these shifts."""
+    """Return a table of the mean slowdown if all jobs start at their best shifts, and if they start at other times."""
     table = Table(title="when the jobs miss the best shifts", header_style="dim")
     table.add_column("phase")
     table.add_column("mean slowdown", justify="right")

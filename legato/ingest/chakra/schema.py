@@ -60,7 +60,7 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 def _message(
     file: descriptor_pb2.FileDescriptorProto, name: str, fields: list[tuple[str, int, str]], one_of: int | None = None
 ) -> None:
-    """Add a message type. A `*` before a type marks a repeated field. Fields from index `one_of` on form a oneof."""
+    """Add a message type. A `*` before a type marks a repeated field. Fields from index `one_of` on are a `oneof`."""
     message = file.message_type.add(name=name)
     if one_of is not None:
         message.oneof_decl.add(name="value")

@@ -3,15 +3,15 @@
 docs/runtime.md ("What gloo needs") explains why messages run one at a time. Over gloo, messages go through a separate
 backend with one thread; other backends (NCCL) keep the order anyway.
 
-[Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a thread that starts its
-next round when bytes arrive. While the Python thread has work, every message goes to this thread, including the
-backend's own all-reduces. Before its first message, the thread waits for the message that the backend is still running.
-The thread ends with the channel. A process that ends waits for the thread. It does not wait after a message has failed,
+[Note: rounds] A collective that consists of sends and receives (docs/collectives.md) needs a Python thread that starts
+its next round when bytes arrive. While this thread has work, every message goes to it, including the backend's own
+all-reduces. Before its first message, the thread waits for the message that the backend is still running. The thread
+ends with the channel. A process waits for the thread before it ends. But it does not wait after a message has failed,
 because a send to a rank that is gone can take the whole timeout to fail.
 
-[Note: residuals] Error feedback must know what the additions of a collective round off. gloo's own all-reduce does not
-report this, so a ring of sends and receives replaces it. Other backends do not report these rounding errors either, so
-error feedback loses them there.
+[Note: residuals] Error feedback must know the rounding errors of a collective's additions. gloo's own all-reduce does
+not report this, so a ring of sends and receives replaces it. Other backends do not report these errors either, so with
+other backends, error feedback does not correct them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Channel(Protocol):
     """Runs messages in the order in which they are launched."""
 
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
-        """Launch a message on a flat buffer, in place, and return the work to wait for.
+        """Launch a message that changes a flat buffer in place, and return the work to wait for.
 
         The rounding errors of this rank's additions are added to `residual` (float32), if the collective reports them.
         """
@@ -60,7 +60,7 @@ class Channel(Protocol):
 
 
 def channel_for(group: Any) -> Channel:
-    """Create the channel of a process group. All ranks of the group must call this, and only once for each group."""
+    """Create the channel of a process group. All ranks of the group must call this function, once for each group."""
     return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
@@ -90,7 +90,7 @@ class _BackendChannel:
         self._group = group
 
     def give_up(self) -> None:
-        """Do nothing, because this channel has no messages in flight; the backend has them."""
+        """Do nothing, because the backend, not this channel, has the messages in flight."""
 
     def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         group = self._group
@@ -139,7 +139,7 @@ class _GlooChannel:
         return _QueuedWork(future)
 
     def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
-        """Run a message, on the thread, after all messages that were launched before it."""
+        """Run a message on the thread, after all messages that were launched earlier."""
         if self._failed.is_set():
             raise RuntimeError("not sent, because a message before it has failed")
         try:
@@ -168,7 +168,7 @@ class _GlooChannel:
 
 
 def _steps_of(message: Message) -> str | None:
-    """Return the name of the collective made of rounds that a message needs; None for gloo's own all-reduce."""
+    """Return the name of the collective that runs a message in rounds; None for gloo's own all-reduce."""
     if message.collective in COLLECTIVES:
         return message.collective
     return None if message.kind == "all_reduce" else _OWN

@@ -19,9 +19,9 @@ _RUNNING_STATISTICS = {"running_mean", "running_var"}
 class Operator(NamedTuple):
     """The properties of an operator, independent of a call.
 
-    `name` has no namespace and no overload. `writes` has the arguments that the operator changes in place, as
-    (position, keyword). `random` operators advance a random generator. `host` operators return a value to Python, on
-    which every later op may depend.
+    `name` has no namespace and no overload. `writes` has the (position, keyword) of each argument that the operator
+    changes in place. `random` operators advance a random generator. `host` operators return a value to Python, so every
+    later op may depend on this value.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Operator(NamedTuple):
     host: bool
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-        """Yield the tensors among the arguments of a call that the operator writes."""
+        """Yield the tensors that an operator writes, from the arguments of its call."""
         for position, keyword in self.writes:
             value = args[position] if position < len(args) else kwargs.get(keyword)
             yield from tensors(value)
@@ -40,7 +40,7 @@ class Operator(NamedTuple):
 def operator_of(func: Any) -> Operator:
     """Return the properties of `func` (an OpOverload, or a higher-order operator), from its schema.
 
-    The schemas of batch norm omit that it writes the running statistics, so these arguments are added.
+    Batch norm writes the running statistics, but its schemas do not say so; therefore these arguments are added.
     """
     schema = operator_schema(func)
     if schema is None:
@@ -57,7 +57,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an argument or result: the value itself, or those in its lists, tuples and dicts."""
+    """Yield the tensors in an argument or a result: the value itself, or the tensors in its lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

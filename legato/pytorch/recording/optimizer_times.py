@@ -32,7 +32,7 @@ class OptimizerTimes:
                 self._owners.add(tensor, i)
 
     def note(self, arguments: Sequence[Any], out: Any, marks: Any) -> None:
-        """Record an op that has run: its arguments, its result, and its marks (start, stop) on the clock."""
+        """Record an op that has run: its arguments, its result, and the clock's marks at its start and its stop."""
         rows, counts = _rows(arguments), dict[int, int]()  # by owner: elements
         split = isinstance(out, (list, tuple)) and len(out) == len(rows)
         for i, row in enumerate(rows):
@@ -46,7 +46,7 @@ class OptimizerTimes:
         self._notes.append((marks, counts))
 
     def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
-        """Return (parameter, seconds) for the parameters of `updated` that the optimizer has, in the optimizer's order.
+        """Return (parameter, seconds) for each parameter of `updated` that the optimizer has, in the optimizer's order.
 
         Parameters are indices; `read(start, stop)` returns the seconds between two marks. Time that belongs to no
         parameter is divided among all parameters in proportion to their bytes.
@@ -69,7 +69,7 @@ class OptimizerTimes:
 
 
 def _rows(arguments: Sequence[Any]) -> list[list[Any]]:
-    """Return, for an op on lists of tensors, the arguments of each single op in it; for others, the op's arguments."""
+    """Return an op's arguments in rows: one row for each position in its lists of tensors, or one row without lists."""
     columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
     if not columns:
         return [list(arguments)]

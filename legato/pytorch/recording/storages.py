@@ -1,4 +1,4 @@
-"""Finds dependencies between ops (by the last writer and the readers of a storage), and parameters (by byte range)."""
+"""Finds the dependencies between ops from reads and writes of storages, and the parameters that own ranges of bytes."""
 
 from __future__ import annotations
 

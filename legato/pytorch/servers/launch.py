@@ -71,14 +71,14 @@ def parameter_servers(  # noqa: PLR0913
 
     `plan` is a `Plan` of pushes and pulls, or the path of its file. The plan says which server holds which parameters,
     and in which order they are pulled. Without a plan, `placement` assigns the parameters to servers, and they are
-    pulled in the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, drawn
-    from `seed`; this is TicTac's baseline. `plan="random"` is the same as `shuffle` without a plan.
+    pulled in the order of the model. With `shuffle`, every worker pulls in a new random order in each iteration, as in
+    TicTac's baseline; `seed` determines the orders. `plan="random"` is the same as `shuffle` without a plan.
 
     `process_group` must include all ranks, or be a gloo group that nothing else uses at the same time.
 
     Raises `InputError` for a model or optimizer that cannot be served, and `PlanError` for a plan of another model.
-    Raises `RankError`, which names the rank and the parameter, if a rank has another model, plan or optimizer, fails,
-    or does not respond for `patience_s` seconds.
+    Raises `RankError`, which names the rank and the parameter, if a rank fails, has another model, plan or optimizer
+    than rank 0, or does not respond for `patience_s` seconds.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
@@ -115,7 +115,7 @@ def parameter_servers(  # noqa: PLR0913
 
 
 class _Role:
-    """Holds the worker or server that this rank runs, once it has begun."""
+    """The worker or the server that this rank runs; None until it has begun."""
 
     part: Worker | Server | None = None
 
@@ -150,7 +150,7 @@ def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, place
 
 
 def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") -> Any:
-    """Wait for the ranks of `group`; return a new group of them, or `group` itself if the job has other ranks, too."""
+    """Wait for the ranks of `group`; return a new group of these ranks, or `group` if the job has other ranks, too."""
     rank, store = group.rank(), default_store()
     prefix = f"legato/servers/{group.group_name}"
     number = store.add(f"{prefix}/calls/{rank}", 1)

@@ -1,14 +1,14 @@
 """A parameter server: sums gradients, lets the optimizer step, and sends the parameters in the planned order.
 
-[Note: threads] For each worker and agent, a thread receives its messages and reports them. The main thread handles one
-report after another, and does everything else: sums, updates and transfers. A gradient is summed when the gradients of
-all workers have arrived, in the order of the workers, so the result is reproducible. The update waits until every
-worker has called `step()`, and uses the settings of that step.
+[Note: threads] For each worker and each agent, one thread receives the messages from this rank and reports them. The
+main thread handles one report after another, and does everything else: sums, updates and transfers. A gradient is
+summed when the gradients of all workers have arrived, in the order of the workers, so the result is reproducible. The
+update waits until every worker has called `step()`, and uses the settings of that step.
 
 [Note: enforced order] The server enforces the order of transfers where TicTac does (section 5.1): at the sender, just
 before a transfer enters the network. Each transfer of an iteration has a number. For each receiver, a counter counts
-the transfers that were launched, and a transfer waits until the counter reaches its number. No transfer waits until
-another one has *arrived*, so transfers follow each other without a gap.
+the transfers that were launched, and a transfer waits until the counter reaches the transfer's number. No transfer
+waits until another one has *arrived*, so transfers follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """An event from a rank: a gradient or a command arrived, or its connection failed."""
+    """An event from a rank: its gradient or its command has arrived, or its connection has failed."""
 
     rank: int
     shard: Shard | None = None
@@ -66,7 +66,7 @@ def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> li
 
 
 class Server:
-    """A server for its own `shards`, which it sends in the order of `pulls` or, with a `seed`, in random orders."""
+    """A server of `shards`, which it sends in the order of `pulls`, or in random orders if a `seed` is given."""
 
     def __init__(
         self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None
@@ -230,7 +230,7 @@ class Server:
     def _send_averages(self) -> None:
         """Send the averages to the workers that asked for them, once all gradients have arrived.
 
-        The averages use the memory of the values, which every worker has received by now.
+        The averages overwrite the parameters' values in memory; every worker has received these values by now.
         """
         if not self._average_requests or any(here < len(self.workers) for here in self._arrived.values()):
             return
@@ -266,7 +266,7 @@ class Server:
                     sender.offer(shard.index)
 
     def _chunks(self) -> list[list[Shard]]:
-        """Return the shards in the order of the pulls, in chunks that are updated together."""
+        """Return the shards in chunks, in the order of the pulls; the shards of a chunk are updated together."""
         chunks: list[list[Shard]] = [[]]
         for index in self.pulls:
             if sum(shard.nbytes for shard in chunks[-1]) >= _CHUNK_BYTES:

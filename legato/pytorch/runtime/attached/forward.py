@@ -37,8 +37,8 @@ class ForwardPasses:
     """Runs the forward passes of a DDP whose gradients legato sends.
 
     `fingerprint` is the fingerprint of the DDP's module. `sender_of(parameter)` returns the object that sends a
-    parameter's gradients. Parameters whose names equal or match an entry of `current` never wait. With `strict`,
-    readers are watched in every pass, not only in the first passes.
+    parameter's gradients. A parameter never waits if its name equals an entry of `current`, or matches the entry as a
+    pattern. With `strict`, readers are watched in every pass, not only in the first passes.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ForwardPasses:
             self._scope.__exit__(*sys.exc_info())
 
     def _may_be_one_graph(self, compiled: str) -> bool:
-        """Return whether the forward pass runs only compiled code, provided that the compiler breaks no graph."""
+        """Return whether the forward pass runs only compiled code if the compiler divides no graph."""
         inner = compiled_module(self._module)
         if compiled == "caller" or not (compiled or is_compiled(self._module)):
             return False
@@ -153,9 +153,9 @@ class ForwardPasses:
 
 
 class Hook:
-    """A forward hook of legato's. Copies and pickles of a model have `no_hook` in place of this hook.
+    """A forward hook of legato's. A copy or a pickle of a model has `no_hook` in place of this hook.
 
-    The hook calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
+    The hook calls `call(compiled, output)`; `compiled` says whether dynamo compiles the forward pass.
     """
 
     def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:

@@ -1,11 +1,11 @@
 """Debug mode: checks the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
 
-`order` checks what the proof in docs/runtime.md assumes. Before a message is launched, the ranks compare, through the
-process group's store, which message each of them is about to launch. If the messages differ, an error is raised and
-nothing is sent. With `order`, all ranks must run the same number of forward passes in training, because ranks compare
-this number too. `finite` raises an error on all ranks, before anything is sent, if a gradient is not finite. `reads`
-raises an error on a rank if an operator reads a parameter before its update and legato did not notice that read in time
-(`waiting.readers`).
+`order` checks what the proof in docs/runtime.md assumes. Before a message is launched, each rank tells the other ranks
+through the process group's store which message it is about to launch. If the messages differ, an error is raised and
+nothing is sent. With `order`, all ranks must run the same number of forward passes in training, because the ranks also
+compare their numbers of forward passes. `finite` raises an error on all ranks, before anything is sent, if a gradient
+is not finite. `reads` raises an error on a rank if an operator reads a parameter before the parameter's update, and
+legato notices the read too late (`waiting.readers`).
 """
 
 from __future__ import annotations
