@@ -90,7 +90,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return draw([self] if self.baseline is None else [self.baseline, self])
 
     def drawn(self) -> tuple[Timeline, ...]:
-        """Return the timelines to draw: one for each worker of a `whole` job that has times of its own, or else the timeline itself."""
+        """Return the timelines to draw: one for each distinct worker of a `whole` job, or else only this timeline."""
         if not self.whole:
             return (self,)
         alike = dict(self.members)

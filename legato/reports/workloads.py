@@ -18,7 +18,7 @@ _MIB = 2.0**20
 
 
 def readiness(workload: Workload) -> list[tuple[float, int, str]]:
-    """Return (seconds, bytes, tensor) of each gradient, in the order in which a worker without waits computes them."""
+    """Return (seconds, bytes, tensor) of each gradient, in the order in which a worker that never waits computes it."""
     order = workload.iteration_order()
     ends = dict(zip(order, itertools.accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return sorted((ends[t.ready_after], t.nbytes, t.name) for t in workload.tensors)

@@ -34,7 +34,7 @@ def gloo_rank() -> Iterator[Advance]:
 
 
 def rehearse_task(kind: type[T], rehearse: Callable[[T, Advance], Any]) -> None:
-    """Rehearse the task in the file named by the first argument; rank 0 writes the result to the second argument."""
+    """Rehearse the task in the file that the first argument names; rank 0 writes the result to the second file."""
     task, result = map(Path, sys.argv[1:])
     with gloo_rank() as advance:
         found = rehearse(msgspec.json.decode(task.read_bytes(), type=kind), advance)

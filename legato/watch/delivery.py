@@ -1,9 +1,10 @@
 """Send the traces of a recording to rank 0, which runs a process that judges them.
 
 [Note: costs] A low-priority process compresses a trace. The trace then passes through the job's store in pieces of 1
-MiB. About 32 ranks record, and each of them has at most one piece in the store, so the store holds about 32 MiB. All
-waiting is done on the connection of a clone of the store, so the training's own connection never waits. The judge is
-another low-priority process, which ends when its parent ends. Every wait has a time limit.
+MiB. At most about 32 ranks record, and each of these ranks has at most one piece in the store, so the store holds at
+most about 32 MiB. All waiting is done on the connection of a clone of the store, so the training's own connection never
+waits. The process that judges the traces also has low priority, and ends when its parent ends. Every wait has a time
+limit.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Delivery(threading.Thread):
             self._store.set(key, piece)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the pieces of the trace, between two empty pieces; without a trace, yield only the reason."""
+        """Yield an empty piece, the pieces of the trace, and an empty piece; without a trace, yield only the reason."""
         try:
             packed = self._packed()
         except Exception as error:

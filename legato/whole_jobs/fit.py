@@ -1,4 +1,4 @@
-"""Fit a machine's efficiency, and if the steps determine them, up to two other numbers, to measured steps.
+"""Fit a machine's efficiency to measured steps, and up to two other numbers if the steps determine them.
 
 A higher efficiency of matrix products makes a step shorter. So each step determines one efficiency, which bisection
 finds. With several steps that determine no other number, the median efficiency is used. If communication takes longer
@@ -49,8 +49,8 @@ _ODD = 0.1
 class FittedStep:
     """A measured step: the `efficiency` fitted only to this step, and its prediction after fitting all steps.
 
-    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. If
-    `measured_s` is 1% too long, the error of `efficiency` is 1% divided by `product_share`.
+    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. An error
+    of 1% in `measured_s` causes an error of 1% / `product_share` in `efficiency`.
     """
 
     job: Job
@@ -71,12 +71,12 @@ class Fitted(NamedTuple):
 
     @property
     def odd(self) -> list[FittedStep]:
-        """Return the steps whose own efficiency is more than 10% above or below the one fitted to all steps."""
+        """Return the steps whose own efficiency differs by more than 10% from the efficiency fitted to all steps."""
         return [one for one in self.steps if abs(one.efficiency / self.machine.efficiency - 1) > _ODD]
 
 
 class _Numbers(NamedTuple):
-    """The numbers in which a step's time is nearly linear; None keeps the job's own number."""
+    """The numbers in which a step's time is nearly linear; for a number that is None, jobs keep their own."""
 
     slowness: float
     host_s: float | None = None
@@ -92,7 +92,7 @@ class _Numbers(NamedTuple):
 
 
 def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
-    """Return the machine that all jobs use, with its efficiency (and up to two other numbers) fitted to the steps.
+    """Return the machine of all jobs after its efficiency (and up to two other numbers) has been fitted to the steps.
 
     Raises `InputError` if the machines differ in more than their efficiency, if a step needs an efficiency above 1 or
     below 0.001, or if a step hardly depends on the efficiency.
@@ -117,7 +117,7 @@ def fit(steps: Sequence[tuple[Job, float]]) -> Fitted:
 
 
 def _numbers(steps: Sequence[tuple[Job, float]], own: list[float]) -> _Numbers:
-    """Return the numbers that these steps determine; `own` has the slowness (1 / efficiency) fitted to each step."""
+    """Return the numbers that these steps determine; `own` has 1 / efficiency, fitted to each step alone."""
     one, attention = (
         _Numbers(1 / statistics.median(1 / each for each in own)),
         1 / steps[0][0].machine.attention_efficiency,
@@ -176,7 +176,7 @@ def _seconds(job: Job, efficiency: float) -> float:
 
 
 def _product_share(job: Job, efficiency: float) -> float:
-    """Return the share of a step that depends on the efficiency, by predicting it with 1% more efficiency."""
+    """Return the share of a step that depends on the efficiency: predict the step with 1% more efficiency."""
     low, high = min(efficiency, 0.99), min(efficiency, 0.99) * 1.01
     share = (1 - _seconds(job, high) / _seconds(job, low)) / (1 - low / high)
     if share < _LEAST_SHARE:
@@ -213,7 +213,7 @@ def _efficiency(job: Job, measured_s: float) -> float:
 def _told(
     slopes: dict[str, list[float]], name: str, moves: dict[str, float], steps: Sequence[tuple[Job, float]]
 ) -> bool:
-    """Return whether the steps determine a number: see `_DIFFERENT` and `_TOLD`."""
+    """Return whether the steps determine a number; `_DIFFERENT` and `_TOLD` explain the conditions."""
     host_s = 1e-3 if name == "host_s" else moves[name]  # the host's share if each layer took 1 ms
     ratios = [own / max(products, 1e-30) for own, products in zip(slopes[name], slopes["slowness"], strict=True)]
     return max(slopes[name]) * host_s >= _TOLD and max(ratios) >= _DIFFERENT * max(min(ratios), 0.0)

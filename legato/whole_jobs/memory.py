@@ -46,7 +46,7 @@ class Memory:
         return max(parts, key=lambda name: parts[name])
 
     def room_in(self, nbytes: float) -> Room:
-        """Return whether this memory fits into `nbytes`, or is near the limit, where libraries may lack memory."""
+        """Return whether this memory fits into `nbytes`, or is so near this limit that libraries may lack memory."""
         return "fits" if self.total <= _NEAR * nbytes else "near the limit" if self.total <= nbytes else "does not fit"
 
 
@@ -57,7 +57,7 @@ def memory(job: Job, plan: Schedule, worker: int) -> Memory:
 
 
 def static(job: Job) -> float:
-    """Return a lower bound on the fullest worker's bytes: states, and for worker 0 also stage 0's activations."""
+    """Return a lower bound on the bytes of the fullest worker: its states, plus stage 0's activations for worker 0."""
     workers = job.mesh.pipeline
     in_flight = min(workers, job.microbatches) * _stage_activations(job, 0)
     return max(

@@ -22,10 +22,11 @@ def around(
     *,
     overlapped: bool,
 ) -> Iterator[program.Action]:
-    """Yield the wait for a pass's input, then its `work`, then the transfer to the micro-batch's next pass.
+    """Yield a pass's actions: wait for its input, do its `work`, and send the result to the micro-batch's next pass.
 
     `last` is the last stage. `number(stage, pass)` returns the number of the transfer from a stage to a pass. If
-    transfers are `overlapped`, the worker continues at once; otherwise it waits for each transfer that it sends.
+    transfers are `overlapped`, the worker continues while it sends; otherwise it waits until each transfer that it
+    sends has ended.
     """
     stage, microbatch, kind = action
     step = STEPS[kind]
@@ -42,9 +43,9 @@ def around(
 def coarse(
     plan: Schedule, passes_s: Sequence[Mapping[str, float]], *, overlapped: bool
 ) -> tuple[list[list[program.Action]], list[tuple[int, str]]]:
-    """Return lanes with one computation for each pass, and for each transfer (sending stage, kind of pass).
+    """Return lanes with one computation for each pass, and a list with (sending stage, kind of pass) for each transfer.
 
-    A stage's transfers in one direction go out one after another. `passes_s` has the seconds of `forward`, `backward`
+    A stage sends its transfers in one direction one after another. `passes_s` has the seconds of `forward`, `backward`
     and `weights` of each stage.
     """
     numbers: dict[tuple[int, str, int], int] = {}

@@ -3,8 +3,8 @@
 TicTac and Caramel train TF-slim's model, and the Network Operator Edition trains the model of the older Inception
 release. Both have the same variables. The order and the names here are from the older release. That release creates the
 auxiliary classifier in the middle, after the last 17 x 17 module. Section 8.5 of the Network Operator Edition adds
-copies of `mixed_35x35x288b` and `mixed_17x17x768e`. The older release has 1001 classes and this model has 1000, which
-changes no printed digit of Table 7.
+copies of `mixed_35x35x288b` and `mixed_17x17x768e`. The older release has 1001 classes. This model has only 1000
+classes, but this changes no printed digit of Table 7.
 """
 
 from __future__ import annotations

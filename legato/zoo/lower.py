@@ -59,7 +59,7 @@ def lower(  # noqa: PLR0913
     `parts(n)` returns the seconds of each part of the model in each phase (`language.one_gpu.part_times`). The ops of
     each part are scaled to these seconds, divided by `replica_devices`. Raises `InputError` on numbers that are not
     above zero, on a batch that `accumulate` does not divide, on a precision that is unknown or that the device lacks,
-    and on `recompute` for a model that has no blocks.
+    and if a model without blocks should `recompute`.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)
@@ -112,7 +112,7 @@ def _part_of(op: str) -> str:
 
 
 def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable[[Op], object]) -> list[Op]:
-    """Return the ops; if a part has a total (seconds), its ops are scaled to add up to this total."""
+    """Return the ops; if `totals` has seconds for a part, the part's ops are scaled to take these seconds."""
     now: dict[Any, float] = {}
     for op in ops:
         now[part_of(op)] = now.get(part_of(op), 0.0) + op.duration_s
@@ -121,7 +121,7 @@ def _scaled(ops: list[Op], totals: Mapping[Any, float | None], part_of: Callable
 
 
 class _Lowering:
-    """A conversion in progress; op i is the forward pass of layer i."""
+    """A conversion of a model that is in progress; op number i is the forward pass of layer i."""
 
     def __init__(
         self, model: Model, device: Device, batch: int, precision: str, gradients: str, replica_devices: int
@@ -193,7 +193,7 @@ class _Lowering:
             self._variable_gradient(v, done)
 
     def _output_gradient(self, i: int) -> int:
-        """Return the op that completes the gradient of layer i's output; for the loss, the last forward op."""
+        """Return the op that completes the gradient of layer i's output; for the loss, return the last forward op."""
         parts = list(dict.fromkeys(self.gradients[i]))
         if not parts:
             return i if self.accumulation is None else self.accumulation

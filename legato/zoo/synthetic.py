@@ -38,9 +38,9 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
     `module` is the prefix of the names of the module's ops, up to a `/` or `.`. The paper adds 1 to 125 modules to
     Inception-v3: copies of `mixed_35x35x288b`, which is compute-intensive, or of `mixed_17x17x768e`, which is
     network-intensive. A copy has the module's ops, times and tensors. The module's output must have the shape of its
-    input; a workload has no shapes, so this is not checked. The module's forward ops must read exactly one value from
-    outside, and ops outside must read exactly one of the module's values. Raises `InputError` if the module does not
-    exist or breaks this rule.
+    input; a workload has no shapes, so this is not checked. The module's forward ops must read exactly one value of
+    other ops, and other forward ops must read exactly one value of the module. Raises `InputError` if the module does
+    not exist or breaks this rule.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")
@@ -74,7 +74,7 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The ids of a module's ops, the op that it reads, its output, and the backward ops for its input's gradient."""
+    """A module, as ids of ops: its ops, the op that it reads, its output, and the ops for its input's gradient."""
 
     forward: Collection[int]
     backward: Collection[int]
@@ -113,7 +113,7 @@ def _find(workload: Workload, module: str) -> _Module:
 
 
 def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int]]:
-    """Return every op of the longer workload as (copy, id), in order; copy 0 is the original."""
+    """Return every op of the workload with copies, in order, as (copy, id); copy 0 is the original module."""
     order: list[tuple[int, int]] = []
     last, first = max(part.forward), min(part.backward)
     for i in range(len(workload.ops)):
@@ -126,7 +126,7 @@ def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int
 
 
 def _dependencies(workload: Workload, part: _Module, count: int, copy: int, i: int, dep: int) -> list[tuple[int, int]]:
-    """Return what op `i` of a copy depends on, as (copy, id), if op `i` of the workload depends on op `dep`."""
+    """Return the ops (copy, id) on which op `i` of a copy depends if op `i` of the workload depends on op `dep`."""
     inside = i in part.forward or i in part.backward
     if not inside:
         return [(count if dep == part.output else 0, dep)]

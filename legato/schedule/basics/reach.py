@@ -2,18 +2,19 @@
 
 Idea: cover the graph with chains of ops. In a chain, each op reaches all earlier ops of the chain. So any op that
 reaches an op of the chain also reaches all earlier ops of this chain. The ops that an op reaches are therefore a prefix
-of each chain, so the length of each prefix describes all of them.
+of each chain, so the lengths of these prefixes are enough to know all ops that it reaches.
 Source: the chain compression of Jagadish (A Compression Technique to Materialize Transitive Closure, ACM TODS 1990),
 with a greedy cover.
 
 A neural network is only a few branches wide, however deep it is, so an op reaches few chains. The cover keeps the
-number of chains small. Of the ops that could continue a chain, the cover takes the op with the longest path after it,
-not an op whose path ends soon, such as the gradient of a weight. An op that begins a branch continues the chain of
-another branch that has ended, if the op reaches all ops of that chain.
+number of chains small. If several ops could continue a chain, the cover takes the op from which the longest path
+starts. So a chain does not continue with an op whose path ends soon, such as the gradient of a weight. An op that
+begins a branch continues the chain of another branch if that branch has ended, and if the op reaches all ops of its
+chain.
 
 If an op reaches more chains than there is memory for, only the chains with the longest times are kept. The resulting
-time is then too small, never too large. A release time or a tail that is too small makes a bound weaker, but never
-wrong.
+time is then too small, never too large. Bounds use these times as release times and tails; a release time or a tail
+that is too small makes a bound weaker, but never wrong.
 
 Units: seconds, or any other.
 """
@@ -82,7 +83,7 @@ class Cover:
         return len(self.last) - 1
 
     def joined(self, ops: Sequence[int]) -> dict[int, int]:
-        """Return, for each chain, how many ops of the chain at least one of these ops reaches."""
+        """Return, for each chain, the number of its ops that are reached by at least one of these ops."""
         if not ops:
             return {}
         joined = self.reached[ops[0]].copy()
@@ -101,9 +102,9 @@ class Cover:
 
 
 def _heirs(order: Sequence[int], neighbours: Sequence[Sequence[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, for each op, the number of ops on the longest path to it, and the op before it on this path.
+    """Return, for each op, the number of ops on the longest path to the op, and the previous op on this path.
 
-    If no other op reaches an op, the op itself is returned as the op before it.
+    If no other op reaches the op, the op itself is returned as the previous op.
     """
     height, heir = dict.fromkeys(order, 1), {op: op for op in order}
     for op in reversed(order):

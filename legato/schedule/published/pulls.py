@@ -2,8 +2,8 @@
 
 All schedulers for parameter servers share `push_and_pull`, which pushes slices of tensors in ready order, and then
 pulls them in the scheduler's order. `legato.core.placement` chooses the server of each slice, for tensors in the order
-of their creation. A workload does not record that order. Instead, legato uses the order in which the forward pass first
-reads the tensors, which is the same for models that are built layer by layer.
+of their creation. A workload does not record the order of creation. In its place, legato uses the order in which the
+forward pass first reads the tensors, which is the same for models that are built layer by layer.
 
 `random` is TensorFlow's behaviour, and the baseline of TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019, section
 2.2). All transfers of an iteration are requested when the graph starts, and arrive in any order; in 1,000 iterations of
@@ -61,7 +61,7 @@ def push_and_pull(
     collective: str | None,
     placement: Placement,
 ) -> Plan:
-    """Return a plan with forward overlap that pushes in ready order, then pulls in this order, one message per slice.
+    """Return a plan with forward overlap: messages of one slice, pushed in ready order, then pulled in this order.
 
     Raises `InputError` if the cluster has no servers or lacks the collective, or if the placement is unknown.
     """

@@ -9,16 +9,15 @@ transfers is outstanding, section 4.1 (Algorithm 1) defines
                  P    the computation that waits only for this transfer: the ops that need no other transfer of R
                  M+   the least M of an op that needs it and at least one more of R; infinite if there is none
 
-*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. A parameter is more urgent if fewer transfers
-are needed to start the first op that needs this parameter together with others. The priority of a parameter is M+ if
-every transfer takes time 1 and every op takes time 0.
+*TIC* (section 4.2, Algorithm 2) orders pulls without knowing any time. Of the ops that need a parameter and at least
+one other parameter, TIC takes the op that needs the fewest transfers. The fewer transfers it needs, the more urgent is
+the parameter. The priority of a parameter is M+ if every transfer takes time 1 and every op takes time 0.
 
 *TAC* (section 4.3, equation 2 and Algorithm 3) also uses the times of ops and transfers. With two transfers left, A
 comes first if T(A, B) < T(B, A), where T(A, B) = M_A + max(P_A, M_B) + P_B: the computation that waits only for A runs
 while B is being sent. The condition is equivalent to min(P_B, M_A) < min(P_A, M_B), Johnson's rule for a flow shop of
-two machines. If both orders take equally long, the transfer that completes an op with the fewest transfers comes first
-(least M+). An op's time is the least of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as
-its pull.
+two machines. If both orders take equally long, the transfer with the lesser M+ comes first. An op's time is the least
+of 5 runs (section 5), as `legato capture` records it; a transfer takes as long as its pull.
 
 Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019).
 Units: transfers for TIC, whole picoseconds for TAC.
@@ -29,11 +28,11 @@ Deviations:
   order in which the captured forward pass first reads their parameters.
 - Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
   derivation, equation 2.
-- The paper calls its comparator transitive. The comparator is not transitive, because ties are not. For example, let A
-  have M = 1 and P = 3, B have M = 1 and P = 1, and C have M = 3 and P = 1. By equation 2, A comes before C, but B ties
-  with both, so M+ may put C before B and B before A. So TAC finds the transfers that equation 2 puts after no other
-  transfer, and sends the transfer of these with the least M+ next. (Equation 2 alone has no cycle. Equation 2 can be
-  refined to Johnson's order: first the transfers with M < P by rising M, then all others by falling P.)
+- The paper calls its comparator transitive. It is not, because ties are not transitive. For example, let A have M = 1
+  and P = 3, B have M = 1 and P = 1, and C have M = 3 and P = 1. By equation 2, A comes before C, but B ties with both,
+  so M+ may put C before B and B before A. So TAC finds all transfers that equation 2 puts after no other transfer, and
+  from these it sends the transfer with the least M+ next. (Equation 2 alone has no cycle. Equation 2 can be refined to
+  Johnson's order: first the transfers with M < P by rising M, then all others by falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
 [Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
@@ -41,9 +40,9 @@ sets of transfers, each with the total time of its ops. A chain of n layers has 
 a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
 
 [Note: counts] TIC needs only the number of transfers in each set. The set of transfers that ops need grows along the
-graph. So if several ops need a transfer together with others, the earliest ops need the fewest transfers. If the sets
-are too large to store, the transfers are counted on a cover of the graph by chains of ops (`reach.py`). There, a
-transfer whose tensor only one op reads is a part of this op.
+graph. So among the ops that need a transfer and at least one other transfer, the earliest ops need the fewest
+transfers. If the sets are too large to store, the transfers are counted on a cover of the graph by chains of ops
+(`reach.py`). In the cover, a transfer is a part of an op if only this op reads its tensor.
 
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week has 6e17 picoseconds, and the limit is 9e18.)
@@ -172,8 +171,7 @@ def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: boo
 def _not_beaten(properties: TransferProperties) -> NDArray[np.intp]:
     """Return the outstanding transfers that no other outstanding transfer precedes by equation 2.
 
-    B comes before A if min(P_A, M_B) < min(P_B, M_A), that is, exactly if P_A is below both P_B and M_A, or M_B is
-    below both P_B and M_A.
+    B comes before A if min(P_A, M_B) < min(P_B, M_A). This is so exactly if P_A or M_B is less than both P_B and M_A.
     """
     left = np.flatnonzero(properties.outstanding)
     m, p = properties.time[left], properties.load[left]
@@ -245,7 +243,7 @@ class TransferProperties:
         self._credit(np.flatnonzero(self._count == 1))
 
     def _held(self, transfer: int) -> NDArray[np.bool_]:
-        """Return which sets contain a transfer."""
+        """Return, for each set, whether it contains a transfer."""
         held: NDArray[np.bool_] = self._bits[:, transfer >> 3] & (1 << (transfer & 7)) != 0
         return held
 

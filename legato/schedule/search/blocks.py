@@ -1,4 +1,4 @@
-"""Blocks of neighbouring tensors, which limit a search to a few thousand things to send.
+"""Blocks of neighbouring tensors, so that a search has at most a few thousand blocks to send, not every tensor.
 
 The time of a search grows with the number of tensors, or with its square. But if a model has 100,000 tensors, each
 message holds hundreds of tensors, and it does not matter which of two neighbours in ready order ends a message. So
@@ -39,7 +39,7 @@ class Blocks:
         self.nbytes = [joined.nbytes for joined in self._joined]
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> tuple[Slice, ...]:
-        """Return the slices of tensors in pieces of blocks; a piece is (block, first byte, number of bytes).
+        """Return the slices of tensors that pieces of blocks contain; a piece is (block, first byte, number of bytes).
 
         Pieces are aligned, so a very small piece may have no slices.
         """

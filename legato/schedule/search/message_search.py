@@ -1,15 +1,16 @@
 """The search for the best messages if computation has a given order; it starts from messages that the bound suggests.
 
-A state has the sizes of the messages, and three choices that decide their contents: one of several sets of tails, the
-number of messages that take the bytes that are ready first, and the tensors that are sent as soon as they are ready.
-Many starting states are valued. The best states are changed at random (`anneal.py`); then fewer and fewer of the best
-results are changed further (successive halving, Jamieson and Talwalkar, AISTATS 2016).
+A state has the sizes of the messages, and three choices that decide which bytes are in each message: one of several
+sets of tails, the number of messages that take the bytes that are ready first, and the tensors that are sent as soon as
+they are ready. Many starting states are valued. The best states are changed at random (`anneal.py`); then fewer and
+fewer of the best results are changed further (successive halving, Jamieson and Talwalkar, AISTATS 2016).
 
 If there are optimizer ops, the value of a state is the time of an iteration in which these ops have their best places.
-Tails cannot give this time, because they assume that an optimizer op runs at its place in the order of ops. In fact an
-optimizer op runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the messages decide
-which updates fit into the wait for the last message. For example, a small tensor that is needed late may be sent while
-the network waits for a large tensor to become ready. The small tensor's update then need not wait for the last message.
+This time cannot be computed from tails, because tails assume that an optimizer op runs at its place in the order of
+ops. In fact an optimizer op runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the
+messages decide which updates fit into the wait for the last message. For example, a small tensor that is needed late
+may be sent while the network waits for a large tensor to become ready. The small tensor's update then need not wait for
+the last message.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
     starts: list[list[int]] = []  # sizes of messages
 
     def begin(tails: Sequence[float], op_order: tuple[int, ...] | None = None) -> None:
-        """Try the messages that `nested_messages` finds for these tails, also in `op_order` if it is given."""
+        """Try the messages that `nested_messages` finds for these tails; try them also in `op_order` if it is given."""
         for whole in _whole_below(problem):
             if fastest.seconds > enough_s:
                 ways.append(AllReduces(problem, (ready, tails), bound_s, budget, whole, order))
@@ -93,7 +94,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
 
 
 def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal: bool) -> tuple[int, ...]:
-    """Return the fastest plan's order of ops; with `anneal`, improve its updates if the order limits the speed."""
+    """Return the fastest plan's order of ops; with `anneal`, move its updates first if the order limits the speed."""
     problem, workload = fastest.problem, fastest.problem.workload
     moved = moves_updates_only(fastest.plan, workload)
     order = fastest.plan.op_order if moved else workload.iteration_order()
@@ -105,7 +106,7 @@ def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal
 
 
 def _whole_below(problem: Problem) -> list[int | None]:
-    """Return the sizes (bytes) to try below which tensors stay whole; [None] if partitioning costs no time.
+    """Return the least sizes of partitioned tensors (bytes) to try; [None] if partitioning costs no time.
 
     Partitioning costs time if a gradient has to be assembled from several pieces of memory.
     """
@@ -116,7 +117,7 @@ def _whole_below(problem: Problem) -> list[int | None]:
 
 
 class _State(NamedTuple):
-    """Messages, the choices that determine them, and the seconds of an iteration with the best places of updates."""
+    """Messages, the choices that determine them, and the seconds of an iteration if updates have their best places."""
 
     seconds: float
     number: int  # how many states were valued up to this one, to break ties
@@ -128,7 +129,7 @@ class _State(NamedTuple):
 
 
 class _Search:
-    """A search for the best messages; it may choose among several sets of tails and ways to partition tensors."""
+    """A search for the best messages, with one or more sets of tails, and one or two ways to partition tensors."""
 
     def __init__(self, sent: Sequence[AllReduces], enough_s: float) -> None:
         problem, instance = sent[0].problem, sent[0].instance
@@ -191,7 +192,7 @@ class _Search:
         return _State(seconds, self.valued, sizes, first_come, early, way, filled)
 
     def _changed(self, state: _State) -> _State:
-        """Change one of the choices from which messages are made."""
+        """Return the state after a random change of the sizes, or of one of the three choices."""
         rng, sizes, early = self.rng, state.sizes, state.early
         first_come, way, choice = state.first_come, state.way, rng.random()
         if choice < 0.05:
@@ -233,7 +234,7 @@ class _Search:
 
 
 def _change_sizes(sizes: list[int], rng: random.Random) -> list[int]:
-    """Merge two successive messages, divide a message, or move some bytes from a message to the next or back."""
+    """Merge two successive messages, divide a message, or move some bytes between two successive messages."""
     k = rng.randrange(len(sizes))
     choice = rng.random()
     if choice < 0.35 and k + 1 < len(sizes):

@@ -54,14 +54,13 @@ class ServerLoop:
     def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
         """Run a plan, and return the result of each rank: a `WorkerRun`, None for a server, or an agent's pass times.
 
-        A plan named `random` uses a new order of pulls in every iteration. With `look`,
-        the order of arrival is observed, which takes CPU time and slows down
-        everything. Agents pull only with `infer`.
+        A plan named `random` uses a new order of pulls in every iteration. With `look`, the order in which transfers
+        arrive is observed; this takes CPU time, and slows down everything. Agents pull only with `infer`.
         """
         return self._serve(plan, lambda m, o: _train(m, o, self.clock, iterations, look), seed, infer)
 
     def exchange(self, plan: Plan, iterations: int) -> list[float]:
-        """Return, for each iteration, the seconds of pushes, sums, updates and pulls on the last worker to end."""
+        """Return the seconds of each iteration's pushes, sums, updates and pulls, on the worker that takes longest."""
 
         def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> list[float]:
             seconds = []

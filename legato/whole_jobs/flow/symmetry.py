@@ -5,11 +5,12 @@ class have members of the same classes, and the same number of connections on li
 carry the same number of connections from groups of each class. Suppose that all workers of a class have done the same
 up to some moment. Then all flows of a class of groups share links with the same kinds of flows, so they have the same
 max-min fair rate, and the workers continue to do the same. So one worker, group and link of each class are enough to
-find the times of the whole network, if all connections on a link are counted. Differences, such as a stage, a failing
-link, or a path chosen by a hash, appear in the first colours or in the edges, and split the classes that they affect.
+find the times of the whole network, if all connections on a link are counted. Some nodes differ from others: they have
+another stage, a failing link, or a path chosen by a hash. Such differences are in the first colours or in the edges,
+and split classes.
 
-Colours are 64-bit hashes (1-dimensional Weisfeiler-Leman, with sums over neighbours). The probability that among a
-million different nodes two have the same colour is 3e-8.
+Colours are 64-bit hashes (1-dimensional Weisfeiler-Leman, with sums over neighbours). If a million nodes differ, the
+probability that any two of these nodes have the same colour is 3e-8.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Edges(NamedTuple):
 
 
 def refined(first: dict[str, Ints], edges: list[Edges]) -> dict[str, Ints]:
-    """Return the class of each node, by kind, from 0 on; nodes with different `first` numbers get different classes."""
+    """Return each node's class (0, 1, ...), by kind of node; nodes with different `first` numbers differ in class."""
     colours = {kind: _mixed(number.astype(np.uint64)) for kind, number in first.items()}
     count = 0
     while True:

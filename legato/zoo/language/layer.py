@@ -6,7 +6,8 @@ sequence, h the model's width, a and k the numbers of heads of queries and of ke
 head. Elements of activations have 2 bytes.
 
 Sources: arXiv 2205.05198 (tensor and sequence parallelism, recomputation), 2104.04473 (products), 2205.14135 (attention
-that keeps its scores in the kernel). Elementwise operations count the bytes that each kernel reads and writes.
+that keeps its scores in the kernel). The time of an elementwise operation follows from the bytes that each kernel reads
+and writes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def logits(job: Job) -> float:
 
 
 def layer(job: Job, mixture: bool) -> Passes:
-    """Return the passes of a layer of attention and an MLP, or of attention and a `mixture` of experts."""
+    """Return the passes of a layer, which consists of attention and either an MLP or a `mixture` of experts."""
     products = _products(job, mixture)
     attention_s = _attention_s(job)
     grouped = _grouped_s(job) if mixture else (0.0, 0.0, 0.0)
@@ -97,20 +98,20 @@ def layer(job: Job, mixture: bool) -> Passes:
 
 
 def _without_last(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
-    """Return the exchanges, but the last kind of exchange one time less."""
+    """Return the exchanges, with the last kind of exchange one time fewer."""
     return (*exchanges[:-1], exchanges[-1]._replace(times=exchanges[-1].times - 1))
 
 
 def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
-    """Return work in which exchanges overlap these seconds of computing if they can be hidden, or else follow it."""
+    """Return work whose exchanges run during these seconds of computing if they are `hidden`, or else afterwards."""
     return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
 def _product_s(job: Job, m: float, k: float, n: float) -> float:
-    """Return the seconds of an m x k matrix times a k x n matrix, 2 m k n x waves / (peak x efficiency).
+    """Return the seconds of the product of m x k and k x n matrices: 2 m k n x waves / (peak x efficiency).
 
-    Each pass takes the same time, since `waves` is a mean: over the product itself and the products that give the
-    gradients of both matrices.
+    The products of all passes take the same time, because `waves` is a mean over three products: this product, and the
+    two products that give the gradients of its matrices.
     """
     waves = 1.0
     if (units := job.machine.multiprocessors) and m * k * n:
@@ -157,8 +158,8 @@ def _attention_s(job: Job) -> tuple[float, float]:
 
     In the forward pass, attention with all scores takes 2 T s a (d_qk + d_v) FLOPs. If scores stay in the kernel, only
     the causal half is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If
-    scores are stored, all scores are computed, and the backward pass takes twice as long as the forward pass. The
-    memory traffic of T s a scores in softmax, dropout and the products is added to both passes.
+    scores are stored, all scores are computed, and the backward pass takes twice as long as the forward pass. Both
+    passes then also move T s a scores to and from memory, in softmax, dropout and the products.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -186,7 +187,7 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
     """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
     The time of a product is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share).
-    The bytes are operands, results, and, for gradients of weights, the 32-bit sums that are read and written. The
+    The bytes are those of operands and results; products for gradients of weights also read and write 32-bit sums. The
     computed times differ from measured kernels on a B200 by 6% in the median.
     """
     model, machine = job.model, job.machine
@@ -230,8 +231,8 @@ class _Sends(NamedTuple):
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
     """Return the exchanges of a layer by kind.
 
-    If tensor-parallel workers divide each expert, these workers send all rows of the experts. If experts are not
-    divided, these workers only send the rows of the MLP to which all tokens go.
+    If each expert is divided among tensor-parallel workers, these workers send all rows of the experts. If experts are
+    not divided, tensor-parallel workers only send the rows of the MLP to which all tokens go.
     """
     activation = 2 * tokens(job) * job.model.hidden
     if mixture:
@@ -280,8 +281,8 @@ def _context(job: Job) -> _Sends:
 def _expert(job: Job) -> _Sends:
     """Return the exchanges of tokens to experts and back, in both passes, each with T h x (active experts) elements.
 
-    If the framework sends only one copy of a token to each host, the k copies of a token cause n (1 - (1 - 1/n)^k)
-    sends on average for n hosts (DeepEP, arXiv 2412.19437, section 3.2.2).
+    A token goes to k experts on n hosts. If the framework sends only one copy of a token to each host, it sends n (1 -
+    (1 - 1/n)^k) copies on average (DeepEP, arXiv 2412.19437, section 3.2.2).
     """
     dimensions, copies = job.mesh.expert_dimensions, job.model.active_experts
     nbytes = 2 * tokens(job) * copies * job.model.hidden / job.mesh.tensor
@@ -292,9 +293,10 @@ def _expert(job: Job) -> _Sends:
 
 
 def embeddings(job: Job) -> Passes:
-    """Return the passes of the embeddings, with the rows of the table divided among workers.
+    """Return the passes of the embeddings; the rows of the table of embeddings are divided among workers.
 
-    The table's gradients are dense: every micro-batch clears them, adds them up and reads them.
+    The table's gradients are dense: every micro-batch sets all elements to zero, adds its gradients, and reads all
+    elements.
     """
     nbytes = 2 * tokens(job) * job.model.hidden
     forward = Exchange("tensor", "reduce_scatter" if job.sequence_parallel else "all_reduce", ("tensor",), nbytes)

@@ -120,9 +120,9 @@ MODELS: dict[str, LanguageModel] = {
 
 
 def model_named(name: str, **changes: Any) -> LanguageModel:
-    """Return the model with this name and with `changes` to its numbers; numbers that follow from these change, too.
+    """Return the named model with `changes` to its numbers; numbers that follow from the changed numbers change, too.
 
-    Raises `InputError` on an unknown name (it lists the nearest names), and for the same reasons as `shaped`.
+    Raises `InputError`, which lists the nearest names, on an unknown name, and for the same reasons as `shaped`.
     """
     if name not in MODELS:
         raise unknown_name("language model", name, MODELS)

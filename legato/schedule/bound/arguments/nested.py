@@ -1,8 +1,8 @@
 """Chains of sets of tensors, each inside the next set, and the bound "nested".
 
-Gradients that are ready last are needed first. So the sets are nested: each is inside the next. The periods in which
-the sets can be sent are nested, too. In each period, a whole number of messages is sent. docs/bounds.md has the proof
-("Nested").
+Gradients that are ready last are needed first. So the sets are nested: each is inside the next. Each set has a period
+in which it can be sent, and these periods are nested, too. In each period, a whole number of messages is sent.
+docs/bounds.md has the proof ("Nested").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rounding(values: Numbers) -> float:
 
 
 def halved(values: Numbers) -> Numbers:
-    """Return half of these values; whole numbers must be even."""
+    """Return half of these values; if they are whole numbers, they must be even."""
     return values / 2 if values.dtype.kind == "f" else values // 2
 
 
@@ -49,7 +49,7 @@ class Relaxation(Protocol):
 
 
 def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact: float) -> float | None:
-    """Return the longest time found that is too short for an iteration; None if none exceeds `at_least`.
+    """Return the longest time that was found to be too short for an iteration; None if it does not exceed `at_least`.
 
     `step` is the relative size of the first step, and `exact` the relative precision.
     """
@@ -68,10 +68,10 @@ def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact:
 class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
-    Each message takes `message_s` to start, and all messages together take `once_s` in addition. With updates, there is
-    a second inequality, in which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s`
-    replaces `updates_s` for j = 1, and `alone_s` (indexed by t) for a range with a single message. If both ends of a
-    range differ from the range inside it, the range has at least `both_ends` more messages.
+    Each message takes `message_s` to start, and once in an iteration, `once_s` is added. If updates count, there is a
+    second inequality, in which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s`
+    replaces `updates_s` for j = 1, and `alone_s` (indexed by t) for a range with a single message. If a range differs
+    at both ends from the range inside it, it has at least `both_ends` messages more than the inner range.
     """
 
     release_s: Numbers
@@ -86,7 +86,7 @@ class NestedSets(NamedTuple):
     both_ends: int
 
     def fits(self, seconds: float) -> bool:
-        """Return whether values of i, j and m exist for every set so that all inequalities of docs/bounds.md hold."""
+        """Return whether every set has values of i, j and m with which all inequalities of docs/bounds.md hold."""
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:
@@ -120,7 +120,7 @@ class NestedSets(NamedTuple):
 class _Updating(NamedTuple):
     """The times of optimizer ops for the argument "Nested" of docs/bounds.md.
 
-    Both arrays are indexed by tensor; `own` is an upper limit on the time of all updates that wait for the tensor;
+    The arrays are indexed by tensor. `own` is an upper limit on the time of all updates that wait for the tensor, and
     `share` is the tensor's part of the time of the updates that read it. `released` is U of docs/bounds.md.
     """
 
@@ -167,7 +167,7 @@ class Chain:
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """Half an all-reduce takes `half_s` to start. Without `updating`, only tails include updates."""
+        """`half_s` is the startup time of half an all-reduce. Without `updating`, updates count only in tails."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
         self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0
@@ -181,9 +181,9 @@ class Chain:
         return [by_release] if (by_release == by_tail).all() else [by_release, by_tail]
 
     def sizes(self, order: Ints, most: int) -> Ints:
-        """Return the number of tensors of each set, up to `most` sets, spread evenly by time and bytes.
+        """Return the number of tensors of each set; there are at most `most` sets, spread evenly over time and bytes.
 
-        A tensor belongs to a set if its release time and its tail are at least the least ones of the set.
+        A set has all tensors whose release times and tails are not below the set's least release time and least tail.
         """
         near = np.minimum.accumulate(np.array([self.release_s[order], self.tail_s[order]]), axis=1)
         sizes = np.flatnonzero(np.append((near[:, 1:] < near[:, :-1]).any(axis=0), True)) + 1
@@ -197,8 +197,9 @@ class Chain:
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
         """Return the sets of these sizes.
 
-        If `strict`, all tensors that a set adds to the set inside it count as ready when the last of them is ready, and
-        as needed when the first of them is needed, so that a plan made from these sets is late for no tensor.
+        If `strict`, consider the tensors of a set that are not in the set inside it. They count as ready when the last
+        of these tensors is ready, and as needed when the first is needed, so a plan made from these sets is late for no
+        tensor.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
@@ -218,9 +219,9 @@ class Chain:
         return NestedSets(release, tail, forward, work, later, innermost, alone, *paid)
 
     def _least(self, times: Numbers, work: Numbers) -> Numbers:
-        """Return the least total of `times` (by tensor) that tensors with this much work can have.
+        """Return the least total of `times` (by tensor) of tensors that together have this much work.
 
-        To find it, take the tensors with the least time per work first.
+        The least total is that of the tensors with the least time per work.
         """
         used = np.flatnonzero(self.work_s)
         order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
@@ -239,7 +240,7 @@ class Chain:
 
 
 class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
-    """A proof that no schedule takes only `seconds`: messages would not fit into the times when sets can be sent.
+    """A proof that no iteration takes only `seconds`: messages would not fit into the times in which sets can be sent.
 
     The sets are the first `sets[0]`, `sets[1]`, ... of these tensors.
     """
@@ -267,7 +268,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
-        """Find the longest times that are proved too short; sets are by falling release times or by falling tails."""
+        """Find the longest times that are proved too short, for sets by falling release times or by falling tails."""
         chain = cls.chain(problem)
         for most in cls.most if problem.thorough else cls.quick:
             for order in chain.orders():
@@ -292,7 +293,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
 
 
 class Nested(OfSets, frozen=True, tag="nested"):
-    """A proof by counting messages: a set needs more than the set inside it if its period begins or ends elsewhere."""
+    """A proof by counting messages: a set needs more messages than the set inside it if their periods differ."""
 
     most, quick = (128,), (32,)
     precision = (1e-3, 1e-7)
@@ -304,7 +305,7 @@ class Nested(OfSets, frozen=True, tag="nested"):
 
     @classmethod
     def chain(cls, problem: Problem) -> Chain:
-        """Return all tensors. If ops run on one stream, the time of the tensors' updates is included."""
+        """Return all tensors, with the time of their updates if ops run on one stream."""
         work = problem.half_work(range(len(problem.workload.tensors)))
         count = problem.compute == "one" and any(work) and problem.workload.phase_ops("optimizer")
         updating = _Updating.of(problem) if count else None

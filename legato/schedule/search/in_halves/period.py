@@ -1,15 +1,15 @@
 """An iteration that sends gradients in two halves: when to send each half, and when to run each update.
 
 Idea: given the groups and a ranking of their halves, list scheduling finds a good plan in one pass over the iteration.
-Whenever the network is free, it sends the half that comes first in the ranking among those that can be sent. Whenever
-the stream is free, it runs the most urgent of the updates that can run. If there is none, it runs the next forward op.
-As in a training step, updates follow the backward pass.
+Whenever the network is free, it looks at the halves that can be sent, and sends the half that comes first in the
+ranking. Whenever the stream is free, it runs the most urgent update that can run, or the next forward op if no update
+can run. As in a training step, all updates run after the backward pass.
 
 With a sharded optimizer, each worker updates its own part of the scattered gradients, and a parameter is gathered after
-its update. With shards, it is never worse to run an update than a forward op, since later gathers wait only for
-updates. Without shards, a gradient can be gathered once all of its tensor is scattered. Gathers do not wait for the
-stream, and updates wait for gathers. Without shards, all orders of updates are equally good, if the stream is never
-idle while something can run.
+its update. With shards, the stream should run an update before a forward op, since later gathers wait for updates, but
+not for forward ops. Without shards, a gradient can be gathered once all of its tensor is scattered. Gathers do not wait
+for the stream, and updates wait for gathers. Without shards, all orders of updates are equally good, if the stream is
+never idle while something can run.
 
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
@@ -35,7 +35,7 @@ _EVENT_S = 1e-6
 
 
 class GroupedPeriod:
-    """A period in which halves and updates can be arranged; `order` has all ops, with updates last.
+    """An iteration whose halves and updates can be arranged; `order` has all ops, with updates last.
 
     `half_s(nbytes)` is the cost of a half. If the optimizer is sharded, `sharded_among` is the number of workers that
     share the updates.
@@ -89,7 +89,7 @@ class GroupedPeriod:
             self.urgency[op] = min((*own, *after), default=len(self.forward))
 
     def _divide_forward(self, until_s: Sequence[float]) -> None:
-        """Divide the forward pass into runs of ops; `until_s` has the times at which its ops end."""
+        """Divide the forward pass into runs of ops; `until_s` has 0 and then the times at which its ops end."""
         # Forward ops run in order, so an op that reads no new tensor joins the run of the previous op. If
         # gathers wait for updates, each op is a run, since an update may be more urgent than the next op.
         starts = set(range(len(self.forward)) if self.is_sharded and self.updates else (0, *self.first_read))
@@ -103,7 +103,7 @@ class GroupedPeriod:
             self.new_reads[reader] += 1
 
     def ranks(self, groups: Groups) -> list[list[tuple[int, int]]]:
-        """Return several rankings: each has the ranks of all halves, which are numbered as in `Arranged.halves`."""
+        """Return several rankings: each has a rank for every half; halves are numbered as in `Arranged.halves`."""
         read = [min(self.first_read[t] for t, _, _ in group) for group in groups]
         numbers = range(len(groups))
         return [
@@ -125,7 +125,7 @@ class GroupedPeriod:
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
-        """Return the iteration with other groups, as many as before, and with halves and updates in the same order."""
+        """Return the iteration with the same number of other groups, and with halves and updates in the same order."""
         return self.in_order(groups, arranged.halves, self._updates_in(arranged))
 
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
@@ -166,7 +166,7 @@ class GroupedPeriod:
 
 
 class _Arrangement:
-    """One pass over an iteration, with the work that the network and the stream can do next."""
+    """The state of one pass over an iteration: what the network and the stream have done, and what they can do next."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _Arrangement:
             self.run_since[reader] = max(self.run_since[reader], now)
 
     def _one_less(self, op: int, now: float) -> None:
-        """Record that one of the events has happened for which an update waits."""
+        """Record one event for which an update waits: a tensor has arrived, or another update has ended."""
         self.waits[op] -= 1
         self.since[op] = max(self.since[op], now)
         if not self.waits[op]:
@@ -297,7 +297,7 @@ class _Arrangement:
         heapq.heappush(self.updates_coming, (self.since[op], self.period.urgency[op], op))
 
     def _may_be_gathered(self, t: int, now: float) -> None:
-        """Record that from now on, each group may gather its part of a tensor."""
+        """Record that a tensor may be gathered from now on, by each group that has a part of it."""
         for k in self.groups_with[t]:
             self.gather_waits[k] -= 1
             half = k + self.count
