@@ -160,13 +160,13 @@ class Advice(msgspec.Struct, frozen=True):
 
     Plans are for `rank`. `undelayed_s` has the median step time of each rank, without waits for late ranks.
     `measured_s` is the median step time of `rank`. `error` is the relative error of the traced plan's prediction: 0.1
-    if the predicted time is 10% longer than `measured_s`, and None if the plans are for another network. `predictions`
-    begin with the traced plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be predicted,
-    all fields about predictions are empty or None, and `lacking` says why. `code` is the code to try. `missing` lists
-    what the traces lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups, and `costs` are
-    the costs of FSDP2's collectives. The first row of `comparison` has the traced groups, and the other rows have other
-    groups. `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is the time of one
-    step over all traced ranks, and `replayed_s` is the time of the same step when legato replays it.
+    if the predicted time is 10% longer than `measured_s`, and None if the plans are for a network that was not traced.
+    `predictions` begin with the traced plan. `gap` is how far legato's plan is above `lower_bound_s`. If nothing can be
+    predicted, all fields about predictions are empty or None, and `lacking` says why. `code` is the code to try.
+    `missing` lists what the traces lack, and `assumed` lists the assumptions made instead. `groups` are FSDP2's groups,
+    and `costs` are the costs of FSDP2's collectives. The first row of `comparison` has the traced groups, and the other
+    rows have other groups. `traffic` has the kinds of communication if the job sends more than gradients. `step_s` is
+    the time of one step over all traced ranks, and `replayed_s` is the time of the same step when legato replays it.
     """
 
     name: str

@@ -44,8 +44,8 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A trained parameter and its gradient of `nbytes` bytes.
 
-    `ready_after` is the id of the backward op that produces the gradient. `readers` are the ids of the ops that need
-    the gradients of all workers: the optimizer ops that apply the averaged gradient, and the forward ops of the *next*
+    `ready_after` is the id of the backward op that produces the gradient. `readers` has the ids of the ops that need
+    the gradient's average over all workers: the optimizer ops that apply the average, and the forward ops of the *next*
     iteration that read the updated parameter. A forward op that reads the parameter therefore waits for all optimizer
     ops that update it.
     """
@@ -73,11 +73,11 @@ class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
 
     `parameters` has the module's own parameters, and also the parameters of inner modules that are never called. A
-    parameter that several modules share is listed by the first module that is called; `tied` are the paths of the other
-    modules. `calls` is the number of calls of the module in a step, and `named` is its position in `named_modules()`.
-    An embedding needs no gradient of its input, and the backward pass does not read its parameters. A module *does not
-    reach the loss* if the backward pass computes no gradient of its output, although the module or an earlier module
-    has trained parameters.
+    parameter that several modules share is listed by the first module that is called; `tied` has the paths of the other
+    modules that share it. `calls` is the number of calls of the module in a step, and `named` is its position in
+    `named_modules()`. An embedding needs no gradient of its input, and the backward pass does not read its parameters.
+    A module *does not reach the loss* if the backward pass computes no gradient of its output, although the module or
+    an earlier module has trained parameters.
     """
 
     path: str

@@ -4,11 +4,11 @@
 Wrappers do not appear in the names of parameters. So a plan, a workload or a checkpoint that was made for one of these
 forms of a model fits all its other forms. `named_parameters` makes all names.
 
-[Note: fingerprint] The parameters of a model may be replaced, temporarily (`torch.func.functional_call`) or for good. A
-parameter that is cast or moved loses DDP's hooks, even if it is cast or moved back (pytorch#104336). When a parameter
-has been replaced, cast or moved, DDP runs all passes without legato, so the results are DDP's. Before each forward
-pass, all parameters and the dictionaries of all modules are compared with their first state. The comparison takes some
-tens of microseconds.
+[Note: fingerprint] The parameters of a model may be replaced, for a call (`torch.func.functional_call`) or for good.
+When a parameter is cast or moved, it loses DDP's hooks, and does not regain them if it is cast or moved back
+(pytorch#104336). When a parameter has been replaced, cast or moved, DDP runs all passes without legato, so the results
+are DDP's. Before each forward pass, all parameters and the dictionaries of all modules are compared with their first
+state. The comparison takes some tens of microseconds.
 """
 
 from __future__ import annotations

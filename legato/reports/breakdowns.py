@@ -33,7 +33,7 @@ _BAR, _TOP = 0.44, 0.76  # the height of a bar, and from its centre to the upper
 
 
 def breakdown_headline(charts: Sequence[BreakdownChart]) -> list[tuple[str, bool]]:
-    """Return a sentence on the first step's time and exposed communication, as pieces of (text, bold?)."""
+    """Return a sentence on the first step's time and exposed communication, as a list of (text, whether it is bold)."""
     step = charts[0].bars[0]
     exposed_s = sum(seconds for part, seconds in step.parts.items() if part not in ("computing", "bubble", "optimizer"))
     words = [("A step takes ", False), (format_seconds(step.seconds), True), (f" with {step.name}", False)]

@@ -1,10 +1,9 @@
 """The report: one HTML file that opens without a network connection.
 
 [Note: names are not trusted] The names of ops, tensors and workloads come from
-traces of other programs. In the page, jinja escapes these names. The figures' JSON contains
-no `<` (`_json`), and labels are escaped for plotly, which interprets some HTML
-(`figures.label`). In addition, the page's content security policy forbids loading from the network, and allows only two
-scripts, which it identifies by their hashes.
+traces of other programs. In the page, jinja escapes these names. The figures' JSON contains no `<` (`_json`). Plotly
+interprets some HTML in labels, so labels are escaped (`figures.label`). In addition, the page's content security policy
+forbids loading from the network, and allows only two scripts, which it identifies by their hashes.
 
 [Note: plotly starts late] plotly.js takes longer to start than the rest of the page. So the
 page has plotly.js as text, which the page's own script runs when a figure comes into view.
@@ -76,7 +75,7 @@ def render(report: Report) -> str:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the page to a file, or only its figures if the name ends in .svg or .pdf. An error leaves no partial file.
+    """Write the page to a file, or only the page's figures to a file .svg or .pdf. An error leaves no partial file.
 
     Raises `FileError`, and `InputError` like `render` and `write_figures`.
     """

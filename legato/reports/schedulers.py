@@ -170,7 +170,7 @@ def _baseline(table: Sequence[Entry]) -> Entry | None:
 def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
     """Return a sentence about the iteration time and the gain of the best plan, as pieces of (text, bold?).
 
-    The sentence is empty for an empty table. If anything was measured, only measured times are compared; times of
+    The sentence is empty for an empty table. If any time was measured, only measured times are compared; times of
     single iterations are never compared. A timeline may be named after the job instead of a scheduler.
     """
     kind, seen = _comparable(table)
@@ -200,7 +200,7 @@ def _shown_name(entry: Entry) -> str:
 
 
 def bound_sentence(table: Sequence[Entry]) -> str:
-    """Return a sentence about how close the best plan's prediction is to the bound; "" if that is unknown."""
+    """Return a sentence about how close the best plan's prediction is to the bound; "" if the bound is unknown."""
     best = best_of(table)
     if best is None or best.gap is None:
         return ""

@@ -174,7 +174,7 @@ class Delivery(threading.Thread):
         return piece
 
     def _judged(self, traces: Path) -> str:
-        """Return what `legato advise` prints about the traces; its page and its JSON go next to the traces' folder."""
+        """Return what `legato advise` prints about the traces; its page and JSON go next to the folder of traces."""
         document, before = traces.with_suffix(".json"), self.folder / "before.json"
         before.write_bytes(self.document)
         page = str(traces.with_suffix(".html")) if self._settings.output else ""

@@ -5,8 +5,9 @@ finds. With several steps that determine no other number, the median efficiency 
 than the computation that hides it, the step hardly depends on the efficiency, and cannot be used for fitting.
 
 Two steps with different computing times per layer also determine the host's time for each layer and micro-batch. Steps
-with different sequence lengths determine the efficiency of attention. A step's time is nearly linear in 1 / efficiency,
-in the host's time and in 1 / attention's efficiency, so a few rounds of least squares find all three.
+with different sequence lengths determine the efficiency of attention. A step's time is nearly linear in three numbers:
+1 / efficiency, the host's time, and 1 / attention's efficiency. So a few rounds of least squares find all three
+numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _ODD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class FittedStep:
-    """A measured step: the `efficiency` fitted only to this step, and its prediction after fitting all steps.
+    """A measured step: the `efficiency` fitted only to this step, and the step's prediction after fitting all steps.
 
-    If there are several steps, `left_out_s` is this step's prediction after fitting all steps except this one. An error
-    of 1% in `measured_s` causes an error of 1% / `product_share` in `efficiency`.
+    If there are several steps, `left_out_s` is this step's prediction after fitting all other steps. An error of 1% in
+    `measured_s` causes an error of 1% / `product_share` in `efficiency`.
     """
 
     job: Job

@@ -51,15 +51,15 @@ def lower(  # noqa: PLR0913
     """Return one training iteration of a model on a device.
 
     `batch_size` counts the samples of all `accumulate` micro-batches of a replica; the default is the model's batch
-    size. If `forward_s` or `backward_s` is given, the ops of a micro-batch's forward or backward pass are scaled to
-    these seconds in total. `precision`, one of `PRECISIONS`, is the precision of the computation; the default is the
-    model's precision. `gradients` is the precision in which gradients are sent; the default is `precision`. `recompute`
-    computes the activations of each block of layers again in the backward pass. `replica_devices` is the number of
-    devices that share the model and its batch. `parts` is for language models. For a micro-batch of n samples,
-    `parts(n)` returns the seconds of each part of the model in each phase (`language.one_gpu.part_times`). The ops of
-    each part are scaled to these seconds, divided by `replica_devices`. Raises `InputError` on numbers that are not
-    above zero, on a batch that `accumulate` does not divide, on a precision that is unknown or that the device lacks,
-    and if a model without blocks should `recompute`.
+    size. If `forward_s` or `backward_s` is given, the ops of a micro-batch's forward or backward pass are scaled so
+    that they add up to these seconds. `precision`, one of `PRECISIONS`, is the precision of the computation; the
+    default is the model's precision. `gradients` is the precision in which gradients are sent; the default is
+    `precision`. `recompute` computes the activations of each block of layers again in the backward pass.
+    `replica_devices` is the number of devices that share the model and its batch. `parts` is for language models. For a
+    micro-batch of n samples, `parts(n)` returns the seconds of each part of the model in each phase
+    (`language.one_gpu.part_times`). The ops of each part are scaled to these seconds, divided by `replica_devices`.
+    Raises `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision
+    that is unknown or that the device lacks, and if a model without blocks should `recompute`.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)

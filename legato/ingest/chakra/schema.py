@@ -1,7 +1,7 @@
 """The messages of a Chakra execution trace as protobuf classes.
 
 The field numbers come from MLCommons Chakra's `et_def.proto`. A file has one `GlobalMetadata`, followed by `Node`s. The
-descriptor is built in Python, so neither a generated module nor a protobuf compiler is needed.
+descriptor is built in Python, so no generated module and no protobuf compiler are needed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Storages:
         """Record what an op reads and writes; return the ops on which it depends directly, sorted.
 
         An op depends on the last writers of everything that it reads or writes, and on the later readers of everything
-        that it overwrites. With `fence`, every later op depends on this op, because Python has seen its result.
+        that it overwrites. With `fence`, every later op depends on this op, because Python has seen the op's result.
         """
         deps = {self._fence} if self._fence >= 0 else set()
         for key in reads:
@@ -62,7 +62,7 @@ class Storages:
 
 
 class Owners:
-    """The owners (indices of parameters) of ranges of bytes; the bytes of one storage may have several owners."""
+    """The owners (indices of parameters) of ranges of bytes; parts of one storage may have different owners."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages

@@ -3,7 +3,7 @@
 [Note: threads] For each worker and each agent, one thread receives the messages from this rank and reports them. The
 main thread handles one report after another, and does everything else: sums, updates and transfers. A gradient is
 summed when the gradients of all workers have arrived, in the order of the workers, so the result is reproducible. The
-update waits until every worker has called `step()`, and uses the settings of that step.
+update waits until every worker has called `step()`, and uses the optimizer's settings at this call.
 
 [Note: enforced order] The server enforces the order of transfers where TicTac does (section 5.1): at the sender, just
 before a transfer enters the network. Each transfer of an iteration has a number. For each receiver, a counter counts

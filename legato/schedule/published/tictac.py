@@ -29,15 +29,16 @@ Deviations:
 - Algorithm 3 compares the wrong way round, min(P_A, M_B) < min(P_B, M_A). This module implements the paper's
   derivation, equation 2.
 - The paper calls its comparator transitive. It is not, because ties are not transitive. For example, let A have M = 1
-  and P = 3, B have M = 1 and P = 1, and C have M = 3 and P = 1. By equation 2, A comes before C, but B ties with both,
-  so M+ may put C before B and B before A. So TAC finds all transfers that equation 2 puts after no other transfer, and
-  from these it sends the transfer with the least M+ next. (Equation 2 alone has no cycle. Equation 2 can be refined to
-  Johnson's order: first the transfers with M < P by rising M, then all others by falling P.)
+  and P = 3, B have M = 1 and P = 1, and C have M = 3 and P = 1. By equation 2, A comes before C, but B ties with A and
+  with C, so M+ may put C before B, and B before A. So TAC finds all transfers that equation 2 puts after no other
+  transfer, and from these it sends the transfer with the least M+ next. (Equation 2 alone has no cycle. Equation 2 can
+  be refined to Johnson's order: first the transfers with M < P by rising M, then all others by falling P.)
 - The plan starts with the pushes, as gradients become ready (`fifo`).
 
-[Note: sets] Ops with the same dependency have the same M, and P adds up their times. So the ops are stored as distinct
-sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole backward pass has
-a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are updated.
+[Note: sets] Ops with the same communication dependency have the same M, and P adds up their times. So the ops are
+stored as distinct sets of transfers, each with the total time of its ops. A chain of n layers has n sets, and its whole
+backward pass has a single set. A set is a row of bits. When a transfer completes, only the rows that contain it are
+updated.
 
 [Note: counts] TIC needs only the number of transfers in each set. The set of transfers that ops need grows along the
 graph. So among the ops that need a transfer and at least one other transfer, the earliest ops need the fewest
@@ -118,7 +119,7 @@ def least_counts(workload: Workload, *, inference: bool = False) -> list[int]:
 
 
 def _counts(workload: Workload, inference: bool) -> list[int]:
-    """Return, for each op that a worker (or inference agent) runs, the number of tensors that the op needs."""
+    """Return, for each op that a worker (or an inference agent) runs, how many tensors it needs."""
     ops, forward = _worker_ops(workload, inference), len(workload.phase_ops("forward"))
     if ops * len(workload.tensors) > _FEW_BITS:
         waits, counted = [list(workload.ops[i].deps) for i in range(ops)], [0.0] * ops

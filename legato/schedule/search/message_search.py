@@ -5,12 +5,12 @@ sets of tails, the number of messages that take the bytes that are ready first, 
 they are ready. Many starting states are valued. The best states are changed at random (`anneal.py`); then fewer and
 fewer of the best results are changed further (successive halving, Jamieson and Talwalkar, AISTATS 2016).
 
-If there are optimizer ops, the value of a state is the time of an iteration in which these ops have their best places.
-This time cannot be computed from tails, because tails assume that an optimizer op runs at its place in the order of
-ops. In fact an optimizer op runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so the
-messages decide which updates fit into the wait for the last message. For example, a small tensor that is needed late
-may be sent while the network waits for a large tensor to become ready. The small tensor's update then need not wait for
-the last message.
+If there are optimizer ops, the value of a state is the time of an iteration in which optimizer ops run at their best
+places. This time cannot be computed from tails, because tails assume that an optimizer op runs at its place in the
+order of ops. In fact an optimizer op runs when its gradient has arrived and the stream is free (`optimizer_ops.py`), so
+the messages decide which updates fit into the wait for the last message. For example, a small tensor that is needed
+late may be sent while the network waits for a large tensor to become ready. The small tensor's update then need not
+wait for the last message.
 """
 
 from __future__ import annotations

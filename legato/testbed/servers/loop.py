@@ -26,8 +26,8 @@ class WorkerRun(msgspec.Struct, frozen=True):
     """The iterations of a worker: `began` and `stepped` have the start and end of each backward pass (host seconds).
 
     `waited_s` is how long each iteration waited for parameters. `transfers` is
-    the number of transfers whose arrival was observed. `out_of_order` is the number
-    of transfers that arrived before a transfer of the same server that was due earlier.
+    the number of transfers whose arrival was observed. `out_of_order` is the number of transfers that arrived too
+    early: before another transfer of the same server that the plan has first.
     """
 
     began: tuple[float, ...]
@@ -52,7 +52,7 @@ class ServerLoop:
         self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
 
     def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
-        """Run a plan, and return the result of each rank: a `WorkerRun`, None for a server, or an agent's pass times.
+        """Run a plan, and return each rank's result: a worker's `WorkerRun`, a server's None, or an agent's pass times.
 
         A plan named `random` uses a new order of pulls in every iteration. With `look`, the order in which transfers
         arrive is observed; this takes CPU time, and slows down everything. Agents pull only with `infer`.

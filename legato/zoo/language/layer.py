@@ -157,9 +157,9 @@ def _attention_s(job: Job) -> tuple[float, float]:
     """Return the seconds of the core of attention in the forward and in the backward pass.
 
     In the forward pass, attention with all scores takes 2 T s a (d_qk + d_v) FLOPs. If scores stay in the kernel, only
-    the causal half is computed, and the backward pass takes 2.5 times as long, since it computes scores again. If
-    scores are stored, all scores are computed, and the backward pass takes twice as long as the forward pass. Both
-    passes then also move T s a scores to and from memory, in softmax, dropout and the products.
+    the causal half is computed, and the backward pass takes 2.5 times as long as the forward pass, since it computes
+    scores again. If scores are stored, all scores are computed, and the backward pass takes twice as long as the
+    forward pass. Both passes then also move T s a scores to and from memory, in softmax, dropout and the products.
     """
     model, framework = job.model, job.framework
     pairs = tokens(job) * model.sequence * model.heads / job.mesh.tensor
@@ -187,8 +187,8 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
     """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
     The time of a product is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share).
-    The bytes are those of operands and results; products for gradients of weights also read and write 32-bit sums. The
-    computed times differ from measured kernels on a B200 by 6% in the median.
+    Operands and results count as bytes; products for gradients of weights also read and write 32-bit sums. The computed
+    times differ from measured kernels on a B200 by 6% in the median.
     """
     model, machine = job.model, job.machine
     rows, inner = _rows(job), _inner(job)

@@ -69,9 +69,9 @@ class NestedSets(NamedTuple):
     """The terms of the inequalities of "Nested" (docs/bounds.md) for the sets of a chain, the innermost set first.
 
     Each message takes `message_s` to start, and once in an iteration, `once_s` is added. If updates count, there is a
-    second inequality, in which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). `innermost_s`
-    replaces `updates_s` for j = 1, and `alone_s` (indexed by t) for a range with a single message. If a range differs
-    at both ends from the range inside it, it has at least `both_ends` messages more than the inner range.
+    second inequality, in which f(j) and `updates_s` (indexed by i and t) replace beta * B(t) + q(j). For j = 1,
+    `innermost_s` replaces `updates_s`; for a range with a single message, `alone_s` (indexed by t) does. If a range
+    differs at both ends from the range inside it, it has at least `both_ends` messages more than the inner range.
     """
 
     release_s: Numbers
@@ -90,7 +90,7 @@ class NestedSets(NamedTuple):
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
     def messages(self, seconds: float) -> Iterator[Numbers]:
-        """Yield, for each set, a table (by i and j) of the least startup time; stop if `seconds` is too short.
+        """Yield, for each set, a table (by i and j) of its messages' least startup; stop if `seconds` is too short.
 
         Each table overwrites the table before it.
         """
@@ -221,7 +221,7 @@ class Chain:
     def _least(self, times: Numbers, work: Numbers) -> Numbers:
         """Return the least total of `times` (by tensor) of tensors that together have this much work.
 
-        The least total is that of the tensors with the least time per work.
+        Tensors with the least time per work have the least total.
         """
         used = np.flatnonzero(self.work_s)
         order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
@@ -300,7 +300,7 @@ class Nested(OfSets, frozen=True, tag="nested"):
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
-        """Return the sets themselves, because `NestedSets` has the conditions."""
+        """Return the sets: a `NestedSets` also has the conditions."""
         return sets
 
     @classmethod

@@ -176,7 +176,7 @@ class _Arrangement:
         halves: Sequence[int] = (),
         updates: Sequence[int] | None = None,
     ) -> None:
-        """Send halves by `rank`, or else in the order of `halves`; without `updates`, an update runs once it can."""
+        """Send halves by `rank`, or else in the order of `halves`; without `updates`, updates run once they can."""
         self.period, self.count = period, len(groups)
         self.rank, self.fixed = rank, list(halves)[::-1]
         self.fixed_updates = None if updates is None else list(updates)[::-1]
