@@ -75,7 +75,7 @@ def render(report: Report) -> str:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the page to a file, or only the page's figures to a file .svg or .pdf. An error leaves no partial file.
+    """Write the page to a file (to .svg and .pdf, write only its figures). An error leaves no partial file.
 
     Raises `FileError`, and `InputError` like `render` and `write_figures`.
     """

@@ -59,7 +59,7 @@ def lower(  # noqa: PLR0913
     micro-batch of n samples, `parts(n)` returns the seconds of each part of the model in each phase
     (`language.one_gpu.part_times`). The ops of each part are scaled to these seconds, divided by `replica_devices`.
     Raises `InputError` on numbers that are not above zero, on a batch that `accumulate` does not divide, on a precision
-    that is unknown or that the device lacks, and if a model without blocks should `recompute`.
+    that is unknown or that the device lacks, and on `recompute` for a model without blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
     _check_numbers(batch_size=batch, accumulate=accumulate, replica_devices=replica_devices)

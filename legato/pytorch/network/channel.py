@@ -10,8 +10,8 @@ ends with the channel. A process waits for the thread before it ends. But it doe
 because a send to a rank that is gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback must know the rounding errors of a collective's additions. gloo's own all-reduce does
-not report this, so a ring of sends and receives replaces it. Other backends do not report these errors either, so with
-other backends, error feedback does not correct them.
+not report these errors, so a ring of sends and receives replaces it. Other backends do not report the errors either, so
+error feedback cannot correct them there.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def search_order(fastest: Fastest, order: tuple[int, ...], bound_s: float, least
 
 
 def _updates_in_turn(fastest: Fastest, bound_s: float, budget: Budget, *, anneal: bool) -> tuple[int, ...]:
-    """Return the fastest plan's order of ops; with `anneal`, move its updates first if the order limits the speed."""
+    """Return the fastest plan's order of ops; with `anneal`, move updates in it if the order limits the speed."""
     problem, workload = fastest.problem, fastest.problem.workload
     moved = moves_updates_only(fastest.plan, workload)
     order = fastest.plan.op_order if moved else workload.iteration_order()

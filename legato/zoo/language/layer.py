@@ -187,7 +187,7 @@ def _grouped_s(job: Job) -> tuple[float, float, float]:
     """Return the seconds of experts' grouped products: forward, gradients of activations, and gradients of weights.
 
     The time of a product is the sum, not the maximum, of flops / (peak x efficiency) and bytes / (bandwidth x share).
-    Operands and results count as bytes; products for gradients of weights also read and write 32-bit sums. The computed
+    The bytes are operands and results; products for gradients of weights also read and write 32-bit sums. The computed
     times differ from measured kernels on a B200 by 6% in the median.
     """
     model, machine = job.model, job.machine
@@ -281,8 +281,8 @@ def _context(job: Job) -> _Sends:
 def _expert(job: Job) -> _Sends:
     """Return the exchanges of tokens to experts and back, in both passes, each with T h x (active experts) elements.
 
-    A token goes to k experts on n hosts. If the framework sends only one copy of a token to each host, it sends n (1 -
-    (1 - 1/n)^k) copies on average (DeepEP, arXiv 2412.19437, section 3.2.2).
+    A token goes to k of the experts, which are on n hosts. If the framework sends only one copy of a token to each
+    host, there are n (1 - (1 - 1/n)^k) sends on average (DeepEP, arXiv 2412.19437, section 3.2.2).
     """
     dimensions, copies = job.mesh.expert_dimensions, job.model.active_experts
     nbytes = 2 * tokens(job) * copies * job.model.hidden / job.mesh.tensor
