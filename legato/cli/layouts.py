@@ -73,7 +73,9 @@ def _search(
     how: Shown,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout to this file."),
+        typer.Option(
+            "--output", "-o", metavar="J.json", help="Write the job with the fastest layout that fits to this file."
+        ),
     ] = None,
 ) -> None:
     """Find the fastest layouts of a model."""

@@ -130,10 +130,10 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The numbers of workers in each dimension of a job, as in torch's `DeviceMesh`.
 
     `order` names the dimensions, the outermost first: neighbours in the last dimension have neighbouring ranks.
-    `expert` divides the dimension `data`: experts are distributed over `expert` neighbours in `data`, and
-    tensor-parallel workers divide each expert. With `expert_fold`, no expert is divided. Experts are then distributed
-    over `expert` workers: all workers of `tensor` and `context`, and neighbours in `data` (MoE parallel folding, arXiv
-    2504.14960, section 3).
+    `expert` divides the dimension `data`: experts are distributed over groups of `expert` neighbours in `data`, and
+    each expert is divided among tensor-parallel workers. With `expert_fold`, no expert is divided. Experts are then
+    distributed over `expert` workers: all workers of `tensor` and `context`, and neighbours in `data` (MoE parallel
+    folding, arXiv 2504.14960, section 3).
     """
 
     tensor: Int64 = 1

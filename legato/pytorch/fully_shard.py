@@ -23,8 +23,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def fully_shard(model: Model, wrapping: Wrapping, **options: Any) -> Model:
     """Shard a model in place, as the lines of `wrapping.as_code()` do, and return it.
 
-    Training is then torch's own FSDP2. Make the optimizer afterwards. If the plan accumulates micro-batches, the
-    training loop must make the settings that the last lines of `as_code()` show.
+    Training is then torch's own FSDP2. Make the optimizer afterwards. If the last lines of `as_code()` are a training
+    loop, your loop must make the same calls.
 
     The last module of each group must reach the loss: if the output of that module gets no gradient, the backward pass
     of the group fails. `legato capture` records which outputs reach the loss; `fully_shard` cannot check it.

@@ -5,8 +5,8 @@ and inside each hook the work of FSDP2 itself (`FSDP::all_gather (layers.0)`). T
 host launches from the group's pre-forward hook to its post-forward hook, and from its pre-backward hook to its
 reduction. If groups are nested, computation belongs to the innermost group. Computation outside all groups belongs to
 the root, whose marks name no module. The hook of a list of modules runs before each module of the list, but the hook's
-name lists the modules in the order of `named_modules()`. The time in which a device waits for its host is added to the
-next computation, because this time does not depend on the groups.
+name lists the modules in the order of `named_modules()`. A device's wait for its host counts as a part of the next
+computation, because other groups would not change this wait.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _innermost(rows: _Rows, columns: EventColumns, thread: int, moment_s: float)
 
 
 def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity], notes: Notes) -> Phases:
-    """Return the phases of a step with the given computation."""
+    """Return the phases of a step; `computation` has the step's activities that compute."""
     passes = _backward_passes(trace, step)
     lowest = passes[-1].start_s if passes else step.start_s
     updates = [u.start_s for u in trace.marks.updates if step.start_s <= u.start_s < step.end_s]

@@ -67,7 +67,7 @@ class Watchdog:
 
     @property
     def failed(self) -> bool:
-        """Return whether a collective has failed on any rank."""
+        """Return whether this rank has failed, or has seen the report of a rank that has."""
         return self._raised is not None or bool(self._seen)
 
     def wait(self, work: Any) -> None:

@@ -43,8 +43,8 @@ Deviations:
 - For "large" N the paper searches R at random (a momentum method that it does not describe). Here every R up to 399 is
   tried (the paper's models have up to 164 tensors), and after that R grows in steps of R / 200. The search stops when
   no larger R can be better, because computation already hides all communication, or because R startup times make the
-  iteration longer. The search also stops when the table has 2^27 entries, for example at 1,342 groups of 100,000
-  tensors.
+  iteration longer. The search also stops when the table has 2^27 entries, for example, for 100,000 tensors, at
+  1,342 groups.
 """
 
 from __future__ import annotations

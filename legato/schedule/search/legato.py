@@ -7,12 +7,12 @@ only has to find the sizes.
 
 The search starts from the messages that would reach the bound of nested sets; for chains of layers, these messages are
 the best (`nested_messages.py`). The search also starts from messages of equal sizes and from the messages of the best
-published scheduler. The search merges, divides and shifts messages at random and fills them again, until the iteration
-is within `gap` of the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a tensor are
-scattered over messages, a worker has to assemble the tensor. If the cluster has a cost for this assembly, the search
-also tries messages without partitioning, and with partitions that leave every tensor in one piece of memory. Every
-message uses the collective and the depth that are cheapest for its size. For models with thousands of tensors, the
-search sends blocks of neighbouring tensors (`blocks.py`).
+published scheduler. The search merges, divides and shifts messages at random, and assigns bytes to them again, until
+the iteration is within `gap` of the proven lower bound or the budget is spent (`message_search.py`). If the pieces of a
+tensor are scattered over messages, a worker has to assemble the tensor. If the cluster has a cost for this assembly,
+the search also tries messages without partitioning, and with partitions that leave every tensor in one piece of memory.
+Every message uses the collective and the depth that are cheapest for its size. For models with thousands of tensors,
+the search sends blocks of neighbouring tensors (`blocks.py`).
 
 If messages and computation share a machine (`Cluster.contention`), the whole search runs twice: with the costs of
 messages during computation, and with the costs of messages without computation. The simulator, which knows the

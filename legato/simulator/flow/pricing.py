@@ -1,7 +1,7 @@
 """The cost that planners assume for a fabric on a network: the time of a message that has the network to itself.
 
-If identical hosts share one switch, formulas give the cost (`legato.collectives`). For all other networks, one message
-is simulated in several sizes, and the cost is fitted to the results.
+If formulas hold for the fabric (`legato.collectives`) and the network has one switch and hosts of one worker, formulas
+give the cost. Otherwise one message is simulated in several sizes, and the cost is fitted to the results.
 """
 
 from __future__ import annotations

@@ -197,9 +197,8 @@ class Chain:
     def sets(self, order: Ints, sizes: Ints, *, strict: bool = False) -> NestedSets:
         """Return the sets of these sizes.
 
-        If `strict`, consider the tensors of a set that are not in the set inside it. They count as ready when the last
-        of these tensors is ready, and as needed when the first is needed, so a plan made from these sets is late for no
-        tensor.
+        If `strict`, only the tensors that a set adds to the next smaller set give its times: when the last of them is
+        ready, and when the first of them is needed. A plan made from these sets is late for no tensor.
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last

@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """For each set, innermost first: the least release time, the least tail, and the time of a half with all bytes."""
+    """By set, innermost first: the least release time, the least tail, and the time of one half with all its bytes."""
 
     release: Ints
     tail: Ints

@@ -109,7 +109,7 @@ class ComputeTimes:
 
 @dataclass(frozen=True)
 class Transfers:
-    """All transfers on links. The outgoing link of worker w is 2w, and its incoming link is 2w + 1.
+    """All transfers on links. With a card for each worker, worker w sends on link 2w and receives on link 2w + 1.
 
     A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` in addition to this
     time.
