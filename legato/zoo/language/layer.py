@@ -69,13 +69,14 @@ def layer(job: Job, mixture: bool) -> Passes:
     attention_s = _attention_s(job)
     grouped = _grouped_s(job) if mixture else (0.0, 0.0, 0.0)
     stops = job.framework.stops_early and not mixture
+    repeated_s = sum(products[:-1] if stops else products)
     elementwise_s = [_memory_s(job, nbytes) for nbytes in zip(*_elementwise(job, mixture), strict=True)]
     fixed_s = job.framework.mixture_s if mixture else 0.0
     again_s = {
         "none": 0.0,
         "core": attention_s[0],
         "selective": sum(products[1::2]) + elementwise_s[0],
-        "full": sum(products[:-1] if stops else products) + attention_s[0] + grouped[0] + elementwise_s[0],
+        "full": repeated_s + attention_s[0] + grouped[0] + elementwise_s[0],
     }[job.recompute]
     forward_s = sum(products) + attention_s[0] + grouped[0] + elementwise_s[0] + _FORWARD * fixed_s
     backward_s = sum(products) + attention_s[1] + grouped[1] + elementwise_s[1] + (1 - _FORWARD) * fixed_s + again_s
@@ -90,7 +91,7 @@ def layer(job: Job, mixture: bool) -> Passes:
         forward = forward.and_then(_placed(part.forward, products_s if tensor else forward_s, whole))
         if full:
             again = _without_last(part.forward) if tensor and stops else part.forward
-            backward = backward.and_then(_placed(again, products_s if tensor else before_s, whole))
+            backward = backward.and_then(_placed(again, repeated_s if tensor else before_s, whole))
         backward = backward.and_then(_placed(part.backward, 2 * products_s, whole, before_s))
         beside_s = 2 * products_s if tensor else backward_s - before_s
         backward = backward.and_then(_placed(part.beside, beside_s, hidden, before_s))
