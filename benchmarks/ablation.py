@@ -1,4 +1,4 @@
-"""What each module of the planner gains: plans with the module, compared with plans without it.
+"""Gain of each module of the planner: plans with the module, compared with plans without it.
 
     python benchmarks/ablation.py [--every 13] [--grids zoo,random,captured,sharded,compiled]
 

@@ -1,4 +1,4 @@
-"""What each part of Caramel gains, as in Figs. 11 and 12 of its paper: simulated, and measured.
+"""Gain of each part of Caramel, as in Figs. 11 and 12 of its paper: simulated, and measured.
 
     python benchmarks/caramel_parts.py [--bandwidth 3.19Gbit]
     python benchmarks/caramel_parts.py --measured inception-v3 --workers 2 --bandwidth 2Gbit

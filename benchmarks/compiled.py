@@ -1,4 +1,4 @@
-"""What it costs to cut compiled graphs, and when and in which order messages are then sent.
+"""Cost of cutting compiled graphs, and the times and the order in which messages are then sent.
 
 In one process, where messages arrive at once:
 

@@ -1,4 +1,4 @@
-"""How large and how complex the code is: its counts, and a goal for most of them.
+"""Size and complexity of the code: counts, and goals for most counts.
 
     python benchmarks/counts.py
 

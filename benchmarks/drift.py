@@ -1,4 +1,4 @@
-"""What it costs to observe the pace of training, as a share of the time of training.
+"""Cost of observing the pace of training, as a share of the time of training.
 
     python benchmarks/drift.py [--windows 3]
 

@@ -1,4 +1,4 @@
-"""What planning the groups of fully sharded training gains, compared with a long search and with the lower bound.
+"""Planned groups of fully sharded training, compared with a long search and with the lower bound.
 
     python benchmarks/fully_sharded.py                       # models at the same memory, at 1.5 times and at twice
     python benchmarks/fully_sharded.py --random 100          # random chains of layers instead of models

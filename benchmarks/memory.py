@@ -69,7 +69,7 @@ SHARDS = [
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now."""
+    """Return the bytes that this process holds in memory now."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * resource.getpagesize()
 

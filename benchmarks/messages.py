@@ -1,4 +1,4 @@
-"""What a small message costs: torch's own gloo, and the runtime's channel, whose threads do not disturb each other.
+"""Cost of a small message: torch's own gloo, and the runtime's channel, whose threads do not disturb each other.
 
     python benchmarks/messages.py [--ranks 2] [--repetitions 40]
 

@@ -1,4 +1,4 @@
-"""What `legato watch` costs: the steps of a training with and without it, in runs that take turns.
+"""Cost of `legato watch`: the steps of a training with and without it, in runs that take turns.
 
     python benchmarks/watch.py
 

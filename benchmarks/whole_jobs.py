@@ -1,4 +1,4 @@
-"""Measured steps of whole training jobs beside predicted ones, and what each term of the prediction buys.
+"""Measured and predicted steps of whole training jobs, and how much each term of the prediction matters.
 
     python benchmarks/whole_jobs.py               # each row, its error, medians by family
     python benchmarks/whole_jobs.py --ablation    # the same medians with a term left out, each refitted
@@ -486,7 +486,7 @@ def show_kinds(steps: list[tuple[Row, Step]]) -> None:
 
 
 def show_memory(found: list[Row]) -> None:
-    """What ran and what ran out of memory, by what is predicted."""
+    """Print how many jobs ran and ran out of memory, by the prediction."""
     rooms = ("fits", "near the limit", "does not fit")
     print("memory: of the steps that ran / that ran out of it, those that are predicted to fit, near the limit, not to")
     counts: dict[str, Counter[tuple[str, bool]]] = {}
