@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _new_process_group_helper,
+    _unregister_process_group,
+    _world,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -51,7 +57,6 @@ __all__ = [
     "current_node_number",
     "default_store",
     "drop_accumulator",
-    "group_is_alive",
     "group_timeout",
     "has_builtin_hook",
     "has_forward_hooks",
@@ -80,6 +85,7 @@ __all__ = [
     "operator_schema",
     "outside_transforms",
     "own_feature",
+    "own_group",
     "rebind_step",
     "runs_compiled",
     "scripted_as",
@@ -300,7 +306,7 @@ class _TwoWays:
         except Exception as error:
             if not self._again.later:
                 raise  # dynamo handles this error
-            _log.info("a graph is compiled as for DDP only: %s: %s", type(error).__name__, error)
+            _log.debug("a graph is compiled as for DDP only: %s: %s", type(error).__name__, error)
             return None
 
 
@@ -1041,9 +1047,28 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     return cast(timedelta, group._get_backend(device).options._timeout)
 
 
-def group_is_alive(group: Any) -> bool:
-    """Return whether the group has not been destroyed yet."""
-    return group in _world.pg_map
+def own_group(group: Any, name: str, timeout: timedelta) -> Any:
+    """Return a new process group with the ranks and the backend of `group`, whose members alone make it.
+
+    `name` must be the same on all members, and must never have been used in this job. torch makes the names of the
+    program's groups from the number of groups that each rank has made or knows, so torch is not told about this one.
+    (`dist.new_group` would count it, and then a later group of the program could have different names on its ranks.)
+    """
+    ranks, everyone, world = dist.get_process_group_ranks(group), _get_default_group(), cast(Any, _world)
+    bound, everyone.bound_device_id = everyone.bound_device_id, None  # otherwise ranks that are no members must help
+    try:
+        own: Any = _new_process_group_helper(
+            len(ranks), group.rank(), ranks, world.pg_map[group][0], default_store(), cast(Any, name), timeout=timeout
+        )[0]
+    finally:
+        everyone.bound_device_id = bound
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_group_ranks):
+        table.pop(own, None)
+    for groups in (world.tags_to_pg.pop(world.pg_to_tag.pop(own)), world.tags_to_pg.get("", [])):
+        if own in groups:
+            groups.remove(own)
+    _unregister_process_group(cast(Any, name))
+    return own
 
 
 def new_gloo(store: Any, rank: int, ranks: int, timeout: timedelta, interfaces: list[str]) -> Any:

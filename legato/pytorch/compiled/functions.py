@@ -90,7 +90,7 @@ class GraphFunction:
             mine = {node.name for node in self._module.graph.nodes}
             chosen = next((names for names in of_graph.values() if mine.issuperset(names)), ())
             if of_graph and not chosen:
-                _log.info("the plan's order of nodes is not for this %s graph of %d nodes", self.phase, len(mine))
+                _log.debug("the plan's order of nodes is not for this %s graph of %d nodes", self.phase, len(mine))
             self._orders[node_order] = graphs.sort(self._module.graph, chosen)
         return self._orders[node_order]
 
@@ -137,7 +137,7 @@ class GraphFunction:
                 self._cut[key] = graphs.cut(self._module, self.in_order(node_order), starts, self._compile)
             except Exception as error:
                 self._failed = True
-                _log.info("a compiled %s graph is not cut: %s: %s", self.phase, type(error).__name__, error)
+                _log.debug("a compiled %s graph is not cut: %s: %s", self.phase, type(error).__name__, error)
         return self._cut.get(key, [])
 
     def run(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +27,8 @@ from legato.core.plan import Plan
 from legato.core.text import count
 from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.device import group_device
-from legato.pytorch.network.watchdog import ANSWER_S, reason
+from legato.pytorch.logger import logger
+from legato.pytorch.network.watchdog import ANSWER_S, Watchdog, reason
 
 __all__ = [
     "agree",
@@ -35,12 +36,15 @@ __all__ = [
     "broadcast_tensors",
     "describe_model",
     "describe_optimizer",
+    "difference",
     "first_said",
     "gather_bytes",
     "gather_numbers",
     "gather_tensor",
     "raise_together",
     "sum_tensors",
+    "told_at_the_store",
+    "unique_name",
 ]
 
 #: The number of seconds after which a rank says that it waits for the other ranks.
@@ -61,11 +65,15 @@ def describe_model(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[s
     return facts
 
 
-def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
-    """Describe the settings of an optimizer that must be equal on all ranks to keep their weights equal."""
-    facts = {"optimizer": type(optimizer).__name__}
-    for i, group in enumerate(optimizer.param_groups):
-        settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+def describe_optimizer(optimizer: Any) -> dict[str, str]:
+    """Describe the settings of an optimizer that must be equal on all ranks to keep their weights equal.
+
+    The program's own entries in a parameter group, which the optimizer does not know, may differ.
+    """
+    facts = {"optimizer": "none" if optimizer is None else type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups if isinstance(optimizer, Optimizer) else ()):
+        own = {k: group[k] for k in optimizer.defaults if k in group}
+        settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
         known = {k: v for k, v in sorted(settings.items()) if isinstance(v, (bool, int, float, str, tuple, list))}
         facts[f"group {i} of the optimizer"] = f"{count(len(group['params']), 'parameter')}, {known}"
     return facts
@@ -73,16 +81,22 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
 
 def agree(facts: dict[str, str], group: Any) -> None:
     """Raise `RankError` on every rank if the facts of any rank differ from rank 0's."""
+    if said := difference(facts, group):
+        raise RankError(said)
+
+
+def difference(facts: dict[str, str], group: Any) -> str:
+    """Return, on every rank, how the first rank whose facts differ from rank 0's differs; "" if all are equal."""
     mine = json.dumps(facts).encode()
     if len(set(_gathered(hashlib.sha256(mine).digest(), group))) == 1:
-        return
+        return ""
     theirs: dict[str, str] = json.loads(broadcast_bytes(mine, group))
     problem = ""
     for key in [*theirs, *facts]:
         if facts.get(key) != theirs.get(key):
             problem = f"{key}: {facts.get(key, 'missing')} here, {theirs.get(key, 'missing')} on rank 0"
             break
-    raise_together(problem, group)
+    return first_said(problem, group)
 
 
 def raise_together(problem: str, group: Any) -> None:
@@ -98,6 +112,31 @@ def first_said(problem: str, group: Any) -> str:
         if said := text.rstrip(b"\0").decode(errors="replace"):
             return f"rank {rank}: {said}"
     return ""
+
+
+def unique_name(group: Any) -> str:
+    """Return a name that is the same on all ranks of the group, and that nothing else in this job has or gets."""
+    return broadcast_bytes(uuid.uuid4().bytes, group).hex()
+
+
+def told_at_the_store(problem: str, group: Any, name: str, watchdog: Watchdog, limit_s: float) -> str:
+    """Return what `first_said` returns, but wait at the store, so that no collective waits for a rank that is slow.
+
+    `name` comes from `unique_name`, and serves one call. Raises `RankError` if the `watchdog` hears that a rank has
+    failed, or if a rank does not make this call within `limit_s` seconds.
+    """
+    store, ranks, until = (
+        PrefixStore(f"legato/{name}", default_store()),
+        range(group.size()),
+        time.monotonic() + limit_s,
+    )
+    store.set(str(group.rank()), problem.encode()[:_MESSAGE_BYTES])
+    while late := [rank for rank in ranks if not store.check([str(rank)])]:
+        if watchdog.failed or time.monotonic() > until:
+            raise watchdog.failure("planning", RuntimeError(f"rank {late[0]} has not answered"))
+        time.sleep(0.02)
+    found = [store.get(str(rank)).decode(errors="replace") for rank in ranks]
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(found) if said), "")
 
 
 def _gathered(mine: bytes, group: Any) -> list[bytes]:
@@ -135,7 +174,7 @@ def _wait_for_all(work: Any, group: Any) -> None:
             pause_s = min(2 * pause_s, 0.05)
             if not told and time.monotonic() - started > SAY_S:
                 told = True
-                sys.stderr.write(f"legato: rank {group.rank()} waits: {missing() or 'all ranks have called it'}\n")
+                logger.warning("rank %d waits: %s", group.rank(), missing() or "all ranks have called it")
         work.wait()
     except RuntimeError as error:
         why = reason(error)
@@ -149,12 +188,11 @@ def _wait_for_all(work: Any, group: Any) -> None:
 
 def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
     """Return the bytes of rank `source` on every rank."""
-    root = dist.get_global_rank(group, source)
     length = _to_tensor(len(data).to_bytes(8, "little"), group)
-    dist.broadcast(length, root, group=group)
+    dist.broadcast(length, group=group, group_src=source)
     n = int.from_bytes(_from_tensor(length), "little")
     content = _to_tensor(data.ljust(n, b"\0")[:n] if n else b"\0", group)
-    dist.broadcast(content, root, group=group)
+    dist.broadcast(content, group=group, group_src=source)
     return _from_tensor(content)[:n]
 
 
@@ -191,10 +229,9 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
 
     `wait` waits for a collective.
     """
-    root = dist.get_global_rank(group, source)
     for part in _parts([t.detach() for t in tensors]):
         flat = torch.cat([tensor.reshape(-1) for tensor in part])
-        wait(dist.broadcast(flat, root, group=group, async_op=True))
+        wait(dist.broadcast(flat, group=group, async_op=True, group_src=source))
         if group.rank() != source:
             _unpack(flat, part)
 

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
-from legato.pytorch._private import group_timeout
+from legato.pytorch._private import group_timeout, own_group
 from legato.pytorch.device import clock_for, group_device
+from legato.pytorch.network.agreement import unique_name
 from legato.pytorch.network.channel import Channel, channel_for, check_message
 from legato.pytorch.network.contention import measure_contention
 
@@ -129,13 +130,14 @@ def calibrate(
         PlanError: the runtime cannot run one of the collectives.
     """
     _check(sizes, depths)
-    group: Any = process_group if process_group is not None else dist.group.WORLD
+    given: Any = process_group if process_group is not None else dist.group.WORLD
+    # A separate group for everything: if a rank fails here, training can go on.
+    group = own_group(given, unique_name(given), group_timeout(given, group_device(given)))
     ways = [(group.name(), 1), *((name, depth) for name in collectives for depth in sorted({1, *depths}))]
-    own = _separate_group(group)
-    channel = channel_for(own)
+    channel = channel_for(group)
     messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
     for message in messages:
-        check_message(message, "calibrate", own.name())
+        check_message(message, "calibrate", group.name())
     measured = dict(zip(ways, _measured(messages, sizes, channel, group, progress), strict=True))
     fits = {way: _fit(points) for way, points in measured.items()}
     samples = [Sample(n, s, fits[way].cost(n), *way) for way, points in measured.items() for n, s in points]
@@ -148,7 +150,7 @@ def calibrate(
         collectives={name: cost for (name, depth), cost in fits.items() if depth == 1},
         depths=deeper,
         unpack_s_per_byte=_unpack_s_per_byte(group),
-        send_s=_send_s(own),
+        send_s=_send_s(group),
     )
     compute_s, contention = 0.0, None
     if group_device(group).type != "cpu":
@@ -158,7 +160,7 @@ def calibrate(
         packing = _pack_s_per_byte(group)
         contention, compute_s = measure_contention(compute, cluster, channel, group, packing, progress=progress)
     cluster = msgspec.structs.replace(cluster, contention=contention)
-    dist.destroy_process_group(own)
+    group.shutdown()
     return Calibration(cluster, tuple(samples), compute_s)
 
 
@@ -191,10 +193,6 @@ def _measured(
         if i and max(points[-1][1] for points in measured) > _LONG_S:
             break
     return measured
-
-
-def _separate_group(group: Any) -> Any:
-    return dist.new_group(dist.get_process_group_ranks(group), group_timeout(group, group_device(group)))
 
 
 def _stream(nbytes: int, before: Sequence[tuple[int, float]]) -> int:
@@ -261,18 +259,17 @@ def _send_s(group: Any) -> float | None:
     Returns None if there is only one rank, or if the backend sends on a device, because the device's queue would be
     measured instead.
     """
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    if len(ranks) == 1 or group_device(group).type != "cpu":
+    ranks, rank = group.size(), group.rank()
+    if ranks == 1 or group_device(group).type != "cpu":
         return None
-    after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
     small, taken = torch.zeros(1), torch.zeros(_SENDS, 1)
 
     def once() -> float:
-        receiving = [dist.irecv(place, before, group=group) for place in taken]
+        receiving = [group.recv([place], before, 0) for place in taken]
         start = time.perf_counter()
-        sending = [dist.isend(small, after, group=group) for _ in receiving]
+        sending = [group.send([small], after, 0) for _ in receiving]
         for work in (*sending, *receiving):
-            assert work is not None  # every rank belongs to the group
             work.wait()
         return (time.perf_counter() - start) / _SENDS
 

@@ -175,7 +175,7 @@ def _mean(values: Sequence[float], group: Any) -> list[float]:
     """Return the averages over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=group)
-    return [float(x) for x in total / dist.get_world_size(group)]
+    return [float(x) for x in total / group.size()]
 
 
 def _slowest(values: Sequence[float], group: Any) -> list[float]:

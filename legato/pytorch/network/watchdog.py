@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from legato.core.errors import LegatoError, RankError
 from legato.pytorch._private import PrefixStore, default_store
+from legato.pytorch.logger import logger
 
 __all__ = ["ANSWER_S", "FlightRecorder", "Watchdog", "reason"]
 
@@ -40,17 +41,15 @@ class Watchdog:
     """Waits for collectives on behalf of one rank, and explains their failures.
 
     `status()` describes what the rank is doing; the watchdog's thread calls it. `name` must be the same on all ranks,
-    and different from every other watchdog's. If `name` is None, the group's name is used.
+    and different from every other watchdog's.
     """
 
-    def __init__(
-        self, group: Any, flight_recorder: FlightRecorder, status: Callable[[], str], name: str | None = None
-    ) -> None:
+    def __init__(self, group: Any, flight_recorder: FlightRecorder, status: Callable[[], str], name: str) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.flight_recorder = flight_recorder
         self._waits_can_be_cut = group.name() == "gloo"
         self._status = status
-        self._store: Any = PrefixStore(f"legato/watch/{name or group.group_name}", default_store().clone())
+        self._store: Any = PrefixStore(f"legato/watch/{name}", default_store().clone())
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
         self.passes = 0  # the number of backward passes that have begun on this rank
@@ -281,7 +280,7 @@ class _Watch(threading.Thread):
 def _leave() -> None:
     dogs = [watch.of() for watch in list(_watches)]
     if said := next((said for dog in dogs if dog is not None and (said := dog.explain())), ""):
-        sys.stderr.write(f"legato: {said}\n")
+        logger.error("%s", said)
     for watch in list(_watches):
         watch.leave()
 

@@ -101,7 +101,7 @@ def parameter_servers(  # noqa: PLR0913
         raise
     role = _Role()
     own = _rendezvous(group, roles, patience_s)
-    watchdog = Watchdog(own, FlightRecorder(own.rank()), _status(weakref.ref(role)))
+    watchdog = Watchdog(own, FlightRecorder(own.rank()), _status(weakref.ref(role)), own.group_name)
     transport = Transport(own, roles, patience_s, watchdog)
     _agree(model, parameters, chosen, optimizer, transport)
     setup = _Setup(transport, chosen, shards, pulls, parameters, seed if shuffle else None)

@@ -126,7 +126,7 @@ look = watchdog._Watch._look
 watchdog._Watch._look = lambda watch: (looks.release(), look(watch))[1]
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
 group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2, name=lambda: "gloo", group_name="busy")
-dogs = [watchdog.Watchdog(group, watchdog.FlightRecorder(0), str) for _ in range(4)]
+dogs = [watchdog.Watchdog(group, watchdog.FlightRecorder(0), str, group.group_name) for _ in range(4)]
 for _ in range(400):
     looks.acquire()
 """

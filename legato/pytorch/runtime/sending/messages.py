@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from legato.pytorch._private import group_is_alive, group_timeout
+from legato.pytorch._private import group_timeout, own_group
 from legato.pytorch.device import group_device
-from legato.pytorch.network.agreement import gather_tensor
+from legato.pytorch.network.agreement import gather_tensor, unique_name
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import Watchdog
@@ -32,12 +31,10 @@ class Connection:
     """
 
     def __init__(self, model_group: Any, watchdog: Watchdog, debug: Sequence[str]) -> None:
-        ranks = dist.get_process_group_ranks(model_group)
         timeout = group_timeout(model_group, group_device(model_group))
-        everyone = len(ranks) == dist.get_world_size()
         with batch_policy_threads():
             # A separate group, so that no other collective comes between two messages.
-            self.group: Any = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
+            self.group: Any = own_group(model_group, unique_name(model_group), timeout)
         self.watchdog = watchdog
         compared = set(debug) & set(COMPARED)
         self.checks = DebugChecks(tuple(debug), self.group, timeout) if compared else None
@@ -57,9 +54,9 @@ class Connection:
 
 
 def _release(group: Any, watchdog: Watchdog) -> None:
-    """Destroy the group of a deleted model. Do nothing after a failed collective: destruction could then time out."""
-    if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
-        dist.destroy_process_group(group)
+    """Shut down the group of a deleted model. Do nothing after a failed collective: this could then time out."""
+    if group.name() == "gloo" and not watchdog.failed:
+        group.shutdown()
 
 
 class Messages:

@@ -222,7 +222,7 @@ class Readers:
             _remove_idle(gated)
         self._forwards += 1
         if self._forwards == WATCHED and self._unseen:
-            _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
+            _log.debug("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
 
     def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
         """Note which of these parameters an operator reads although their gates have not seen any read."""
