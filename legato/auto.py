@@ -23,7 +23,8 @@ from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
 from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
-from legato.pytorch._private import without_dispatch_modes
+from legato.pytorch._private import group_timeout, without_dispatch_modes
+from legato.pytorch.device import group_device
 from legato.pytorch.network.agreement import broadcast_bytes, first_said
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
@@ -38,8 +39,8 @@ __all__ = ["default_buckets", "distribute", "in_wire"]
 
 #: The number of steps that are ignored at the start, and the number of steps that are then observed.
 WARMUP_STEPS, OBSERVED_STEPS = 2, 10
-#: Planning fails after this time, in seconds. Meanwhile, all ranks but 0 wait; under NCCL they give up after ten
-#: minutes.
+#: Planning fails after this time, in seconds, or after half of the process group's timeout. Meanwhile, all ranks but 0
+#: wait.
 PLANNING_S = 300.0
 #: Computation during messages multiplies each weight by a matrix with this number of columns.
 _COLUMNS = 64
@@ -110,8 +111,7 @@ def distribute(  # noqa: PLR0913
     attached = None if ddp is None else attachment_of(ddp)
     automatic = plan == "auto"
     if automatic and attached is not None:
-        if optimizer is not None:
-            attached.manage(optimizer)
+        attached.manage(optimizer)
         return model, optimizer
     if shard != "none" and optimizer is not None:
         check_shardable(innermost_optimizer(optimizer))
@@ -181,7 +181,7 @@ def _replan(attached: Attachment, wire: Rounding) -> None:
     """Make a new plan whenever the pace of computation or communication changes."""
 
     def start_again(change: str) -> None:
-        attached.say(f"since the first passes under the plan {attached.plan.scheduler}, {change}; replanning")
+        attached.warn(f"since the first passes under the plan {attached.plan.scheduler}, {change}; replanning")
         _observe(attached, attached.plan.shard, wire)
 
     attached.on_drift = start_again
@@ -223,11 +223,15 @@ def _observe(attached: Attachment, shard: Shard, wire: Rounding) -> None:
     attached.observe(steps, partial(_decide, attached, shard, wire))
 
 
-def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
-    """Calibrate on all ranks, plan on rank 0, and let all ranks train with the best plans in turn."""
+def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> list[Plan]:
+    """Calibrate on all ranks, plan on rank 0, and return the plans to try on all ranks.
+
+    If anything fails on any rank, all ranks learn why, and the only plan to try is the simplest one.
+    """
     group, parameters, observer = attached.process_group, attached.parameters, attached.observer
     assert observer is not None
-    workload, plans, problem = None, [_fallback(attached, shard, wire)], ""
+    workload, chosen, problem = None, list[Plan](), ""
+    timeout_s = group_timeout(group, group_device(group)).total_seconds()
     with torch.no_grad(), without_dispatch_modes():
         try:
             compute = _products([p.detach() for p in parameters.values()])
@@ -235,29 +239,31 @@ def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
                 workload = observer.workload(type(attached.module).__name__, attached.optimizers, WARMUP_STEPS)
         except Exception as error:  # the other ranks must not wait for this one
             problem = _said(error)
-        if problem := first_said(problem, group):
-            attached.say(f"no plan could be made: {problem}")
-        else:
+        problem = first_said(problem, group)
+        if not problem:
             attached.say("the network is measured")
-            sizes = sizes_up_to(sum(p.nbytes for p in parameters.values()))
-            cluster = calibrate(group, sizes=sizes, compute=compute).cluster
-            chosen = _contestants(attached, workload, cluster, shard, wire) if workload else []
-            encoded = broadcast_bytes(b"\n".join(map(files.encode, chosen)), group).splitlines()
-            plans = [files.decode(plan, Plan, "a plan of rank 0") for plan in encoded] or plans
-        attached.compete(plans)
+            try:
+                sizes = sizes_up_to(sum(p.nbytes for p in parameters.values()))
+                cluster = calibrate(group, sizes=sizes, compute=compute).cluster
+                if workload:
+                    chosen = _contestants(attached, workload, cluster, shard, wire, min(PLANNING_S, timeout_s / 2))
+            except Exception as error:
+                problem = _said(error)
+            problem = attached.told_by_all(problem, PLANNING_S + timeout_s)
+        if problem:
+            attached.warn(f"no plan could be made: {problem}")
+            return [_fallback(attached, shard, wire)]
+        encoded = broadcast_bytes(b"\n".join(map(files.encode, chosen)), group).splitlines()
+        return [files.decode(plan, Plan, "a plan of rank 0") for plan in encoded]
 
 
 def _contestants(
-    attached: Attachment, workload: Workload, cluster: Cluster, shard: Shard, wire: Rounding
+    attached: Attachment, workload: Workload, cluster: Cluster, shard: Shard, wire: Rounding, limit_s: float
 ) -> list[Plan]:
-    """Return the plans to try, the simplest first, or none if planning fails."""
-    attached.say(f"an all-reduce takes {cluster.cost()}; plans are made, for at most {PLANNING_S:.0f} s")
-    try:
-        workload = _undisturbed(workload, _buckets(attached.parameters), cluster)
-        found = _planned(Contest(workload, cluster, shard, wire, overlap=bool(attached.optimizers)))
-    except Exception as error:
-        attached.say(f"no plan could be made: {_said(error)}")
-        return []
+    """Return the plans to try, the simplest first."""
+    attached.say(f"an all-reduce takes {cluster.cost()}; plans are made, for at most {limit_s:.0f} s")
+    workload = _undisturbed(workload, _buckets(attached.parameters), cluster)
+    found = _planned(Contest(workload, cluster, shard, wire, overlap=bool(attached.optimizers)), limit_s)
     most = most_steps(len(found), sum(op.duration_s for op in workload.ops))
     names = ", ".join(plan.scheduler for plan in found)
     attached.say(f"these plans take turns for at most {most} steps: {names}")
@@ -268,21 +274,24 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
 
 
-def _planned(contest: Contest) -> list[Plan]:
+def _planned(contest: Contest, limit_s: float) -> list[Plan]:
     """Make the plans that will compete in training, in a separate process, and return them.
 
     The process keeps the compiler (numba) out of training, and plans even if the script has changed parts of Python.
     """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "from legato.schedule.compare import hold_contest; hold_contest()"],
-        input=msgspec.json.encode(contest),
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=PLANNING_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", "from legato.schedule.compare import hold_contest; hold_contest()"],
+            input=msgspec.json.encode(contest),
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CaptureError(f"planning took more than {limit_s:.3g} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").splitlines()
         raise CaptureError(said[-1] if said else f"planning ended with exit status {done.returncode}")

@@ -375,7 +375,7 @@ def _decided(alpha_us, message_ns_per_byte):
     expected_s = [_step_s(model, plan, **times) for plan in plans]
     computing_s = _step_s(model, None, alpha_us=0, message_ns_per_byte=1e-6)
 
-    def planned(contest):
+    def planned(contest, _):
         contests.append(contest)
         return plans
 

@@ -50,7 +50,7 @@ def hasty(contest):
     (`ddp`), a random plan with forward overlap alone (`plan`), or both and a plan without it, in `turns`.
     """
 
-    def planned(task):
+    def planned(task, _):
         tensors = {tensor.name: tensor.nbytes for tensor in task.workload.tensors}
         all_together = Message(tuple(Slice(name, 0, size) for name, size in tensors.items()))
         every = Plan("ddp", (all_together,), carrier="ddp")
@@ -86,7 +86,7 @@ def _calibrated_once(group, sizes, compute):
     return _network_of(torch.distributed.get_world_size(group))
 
 
-def _planned_here(contest):
+def _planned_here(contest, _=None):
     from legato.schedule.compare import hold_contest
 
     streams, said = (sys.stdin, sys.stdout), io.BytesIO()

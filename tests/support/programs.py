@@ -358,7 +358,7 @@ class Job:
         ddps = msgspec.structs.replace(default_buckets(model), scheduler="ddp", carrier="ddp")
         return [ddps, *(self.plan(model) for _ in range(self.attaching.randint(1, 2)))]
 
-    def planned(self, contest):
+    def planned(self, contest, _):
         """What competes in place of the planner's plans, for the model that was attached last of those it may be."""
         names = {tensor.name for tensor in contest.workload.tensors}
         for plans in reversed(self.contests):

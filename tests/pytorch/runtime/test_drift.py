@@ -112,7 +112,7 @@ def slowing_down(replan):
         patch.multiple(drift, SAMPLE=5, WINDOW=10),
         patch.object(tracing, "clock_for", lambda device: clock),
         # The pace of DDP's passes is not watched, so legato's carry out its plan, too.
-        patch.object(legato.auto, "_planned", lambda contest: list(map(carried, planned(contest)))),
+        patch.object(legato.auto, "_planned", lambda *contest: list(map(carried, planned(*contest)))),
     ):
         for kind in ("ddp", "legato"):
             model = build("Convolutional")

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from legato.core import files
-from legato.core.errors import InputError, unknown_name
+from legato.core.errors import InputError, RankError, unknown_name
 from legato.core.plan import Plan, Shard
-from legato.pytorch.network.agreement import agree, describe_model
+from legato.pytorch.logger import show_lines
+from legato.pytorch.network.agreement import describe_model, difference
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
 from legato.pytorch.runtime.attached.forward import Hook
@@ -47,10 +48,11 @@ def attach(  # noqa: PLR0913
 
     Raises `InputError` if no process group is initialized or an argument is invalid, and `PlanError` if the plan was
     made for another model. Raises `RankError`, on every rank, if the ranks do not have the same model, plan and
-    optimizer.
+    optimizer; if DDP itself carries out the plan, DDP keeps all passes instead.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
+    show_lines()
     ddp: Any = find_ddp(model)
     _check_options(ddp, optimizer, process_group, options)
     module = model if ddp is None else ddp.module
@@ -64,7 +66,9 @@ def attach(  # noqa: PLR0913
     if plan.shard != "none":
         _check_sharded(plan, module, optimizer)
     if ddp is None:
-        agree(describe_model(plan, parameters), process_group if process_group is not None else dist.group.WORLD)
+        group = process_group if process_group is not None else dist.group.WORLD
+        if (said := difference(describe_model(plan, parameters), group)) and plan.carrier != "ddp":
+            raise RankError(said)
         model = ddp = DistributedDataParallel(model, process_group=process_group, **options)
     found = attachment_of(ddp)
     if found is None:
@@ -73,8 +77,7 @@ def attach(  # noqa: PLR0913
         )
     else:
         found.adopt(plan)
-    if optimizer is not None:
-        found.manage(optimizer)
+    found.manage(optimizer)
     found.begin()
     return model, optimizer
 

@@ -7,8 +7,8 @@ facts: the plan, what the program does with the model, and what the ranks tell e
 from __future__ import annotations
 
 import gc
+import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +37,16 @@ from legato.pytorch._private import (
     steps_in_backward,
 )
 from legato.pytorch.device import clock_for
-from legato.pytorch.network.agreement import agree, describe_model, describe_optimizer, first_said
+from legato.pytorch.logger import logger
+from legato.pytorch.network.agreement import (
+    agree,
+    describe_model,
+    describe_optimizer,
+    difference,
+    first_said,
+    told_at_the_store,
+    unique_name,
+)
 from legato.pytorch.network.channel import check_message
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
@@ -86,7 +95,7 @@ class Attachment:
         self._parameters = trained_parameters(ddp.module)
         self._debug = chosen_checks(debug)
         self._group = cast(Any, ddp.process_group)
-        self._number = _attached[self._group.group_name] = _attached.get(self._group.group_name, 0) + 1
+        self._name = unique_name(self._group)
         self._kept = kept_gradients(ddp, self._parameters) if ddp.gradient_as_bucket_view else None
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
         self._idle.rebuild_now()
@@ -97,6 +106,8 @@ class Attachment:
         self.reason = first_said(reason, self._group).partition(": ")[2]
         #: Whether `detach` was called.
         self.is_detached = False
+        if not self.reason and plan.carrier == "ddp":
+            self.reason = difference(describe_model(plan, self._parameters), self._group)
         if not self.reason:
             self._check(plan)
         self._error_feedback, self._flight_dir = error_feedback, flight_dir
@@ -105,13 +116,15 @@ class Attachment:
         #: The reducer that sends the plan's messages; None while DDP runs the passes.
         self.reducer: Reducer | None = None
         self._stepped = False  # whether an optimizer's `step()` was called since the last backward pass that sent
+        # The number of backward passes that sent, and how many of them `step()` followed on this rank.
+        self._passes = self._steps = 0
         self._said: set[str] = set()
         self._fingerprint = ModuleFingerprint(self.module)
         self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
         #: Observes the steps for `plan="auto"`, while DDP runs the passes; None otherwise.
         self.observer: StepObserver | None = None
-        self._to_observe = 0  # the number of steps until `decide()` is called, on all ranks
-        self._observation: tuple[int, Callable[[], None]] = 0, lambda: None
+        self._to_observe = 0  # the number of passes until `decide()` is called, on all ranks
+        self._observation: tuple[int, Callable[[], Sequence[Plan]]] = 0, lambda: ()
         # The number of first passes that DDP runs. Under a sharded plan there are none, which saves memory, unless the
         # graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
@@ -126,6 +139,7 @@ class Attachment:
         #: The measurements of the plans that `compete` has tried, by the names of their schedulers.
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
+        self._passes_of_step = 1  # the number of backward passes that send in a step of the tournament
         self._told_rounds = 0
         self._hooks = [
             ddp.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
@@ -171,20 +185,26 @@ class Attachment:
     def manage(self, optimizer: Any) -> None:
         """Let the plan decide when this optimizer's updates run; call it on all ranks, for each optimizer of the model.
 
-        An optimizer that is not torch's, or has none of the model's parameters, is left alone. Raises `RankError`, on
-        every rank, if the optimizer's settings differ between ranks.
+        An optimizer that is not torch's, or has none of the model's parameters, is left alone. If the optimizer's
+        settings differ between ranks, DDP keeps all passes under `plan="auto"`. Under a plan that was given, every rank
+        raises `RankError`.
         """
         if self.reason:
             return
         optimizer = innermost_optimizer(optimizer)
+        if said := difference(describe_optimizer(optimizer), self._group):
+            if self._plan.carrier != "ddp" and not self._observation[0]:
+                raise RankError(said)
+            self._leave_to_ddp(said)
+        if said or optimizer is None:
+            return
         if not isinstance(optimizer, Optimizer) or not is_known(optimizer):
-            self.say(f"{type(optimizer).__name__} is not an optimizer of torch: its updates do not wait")
+            self.warn(f"{type(optimizer).__name__} is not an optimizer of torch: its updates do not wait")
             return
         mine = {id(p) for p in self._parameters.values()}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            self.say(f"{type(optimizer).__name__} has none of the model's parameters: its updates do not wait")
+            self.warn(f"{type(optimizer).__name__} has none of the model's parameters: its updates do not wait")
             return
-        agree(describe_optimizer(optimizer), self._group)
         if not any(optimizer is known for known in self._optimizers):
             if self._plan.shard != "none":
                 check_shardable(optimizer, self._optimizers)
@@ -201,13 +221,13 @@ class Attachment:
         if self._is_due() and not self._pass_reason():
             self._carry_out(self._wanted)
 
-    def observe(self, steps: int, decide: Callable[[], None]) -> None:
-        """Let DDP run the passes, observe `steps` steps, and then call `decide()` on all ranks, after a backward pass.
+    def observe(self, passes: int, decide: Callable[[], Sequence[Plan]]) -> None:
+        """Let DDP run and send `passes` passes, and observe them; then `decide()` on all ranks which plans compete.
 
-        `observer` holds the observations. If `decide` raises a `RankError`, training fails; after any other error, DDP
-        goes on running the passes.
+        `observer` holds the observations. If `decide` raises a `RankError`, training fails; after any other error, it
+        must not have left another rank waiting in a collective: DDP then goes on running the passes.
         """
-        self._first, self._to_observe, self._observation = 0, steps, (steps, decide)
+        self._first, self._to_observe, self._observation = 0, passes, (passes, decide)
         compiled = self._fingerprint.compiled() or self._forward.in_graphs
         self.observer = StepObserver(self.module, self._parameters, compiled)
         if self.reducer is None:
@@ -244,7 +264,9 @@ class Attachment:
         if self.reason:
             return
         clock = clock_for(self._device)
-        _ = self._connection
+        # Some ranks may leave out steps, or have no optimizer.
+        steps = max(steps for (steps,) in self._gather_numbers([self._steps]))
+        self._passes_of_step = int(self._passes // steps) if steps else 1
         self._tournament = Tournament(plans, self._gather_numbers, clock)
         self._plan = self._tournament.plan
         self._end_tournament()
@@ -335,12 +357,15 @@ class Attachment:
         found = self.ddp.parameters() if self._shards is None else self._shards.averaged()
         nn.utils.clip_grad_value_(found, clip_value, foreach)
 
-    def say(self, what: str) -> None:
-        """Print a line on rank 0, unless it was printed before."""
+    def say(self, what: str, level: int = logging.INFO) -> None:
+        """Log a line on rank 0, unless it was logged before."""
         if self._group.rank() == 0 and what not in self._said:
             self._said.add(what)
-            sys.stderr.write(f"legato: {one_line(what)}\n")
-            sys.stderr.flush()
+            logger.log(level, "%s", one_line(what))
+
+    def warn(self, what: str) -> None:
+        """Log, as `say` does, something that costs time or falls back to DDP."""
+        self.say(what, logging.WARNING)
 
     def _check(self, plan: Plan) -> None:
         """Raise `PlanError` if the runtime cannot run the plan, and `RankError` if the ranks have different plans."""
@@ -417,7 +442,7 @@ class Attachment:
 
         As under DDP, one rank alone may run forward passes, but not a backward pass that sends.
         """
-        stepped, self._stepped = self._stepped or not self._optimizers, False
+        self._passes, self._steps, self._stepped = self._passes + 1, self._steps + self._stepped, False
         if self._ddps is not None:
             self._pass_of_ddp_ended(self._ddps)
         if self.reason and self.reducer is not None:
@@ -425,7 +450,7 @@ class Attachment:
         if self.reason or not (self._wanted or self.reducer or self._first or self.observed):
             self._rest()
             return
-        self._decide(stepped)
+        self._decide()
         if self._is_due() and self._shards is None and self._plan.shard == "none":
             self._carry_out(self._wanted)
 
@@ -437,22 +462,23 @@ class Attachment:
         if passes.done >= FIRST_PASSES:  # very short trainings need no watchdog
             _ = self._watchdog
 
-    def _decide(self, stepped: bool) -> None:
+    def _decide(self) -> None:
         """End the current phase (first passes, observation, tournament) if this pass was its last one.
 
-        `stepped` says whether an iteration ends with this pass.
+        Phases are counted in backward passes that send, since these are what all ranks have in common.
         """
         if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
-        elif self.observer is not None and stepped:
+        elif self.observer is not None:
             self._to_observe -= 1
             if not self._to_observe:
                 self._observation_ended()
-        elif self._tournament is not None and stepped:
-            self._tournament.step_ended()
-            self._plan = self._tournament.plan
-            self._end_tournament()
+        elif self._tournament is not None:
+            if self._passes % self._passes_of_step == 0:
+                self._tournament.step_ended()
+                self._plan = self._tournament.plan
+                self._end_tournament()
         elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
 
@@ -483,22 +509,29 @@ class Attachment:
             return
         _, decide = self._observation
         try:
-            decide()
+            self.compete(decide())
         except RankError:
             raise
         except Exception as error:  # an error in legato itself: training goes on without a plan
-            self.say(f"no plan could be made: {type(error).__name__}: {error}")
+            self.warn(f"no plan could be made: {type(error).__name__}: {error}")
         self.observer = None
         if self._tournament is None and self._plan.carrier == "ddp":
             self._rest()
         elif self.reducer is None:
             self._watch_ddp_anew()
 
+    def told_by_all(self, problem: str, limit_s: float) -> str:
+        """Return the first problem of any rank, on all ranks; wait for at most `limit_s` seconds, in no collective."""
+        return told_at_the_store(problem, self._group, unique_name(self._group), self._watchdog, limit_s)
+
     def _is_fit(self) -> bool:
         """Return whether legato may run passes: no rank found a reason against it in the model or in DDP's passes."""
         assert self._ddps is not None
-        if said := first_said(self._ddps.objection or self._model_reason(), self._group):
-            self._leave_to_ddp(said.partition(": ")[2])
+        said = first_said(self._ddps.objection or self._model_reason(), self._group).partition(": ")[2]
+        if not said and self._plan.carrier == "ddp":
+            said = difference(describe_model(self._plan, self._parameters), self._group)
+        if said:
+            self._leave_to_ddp(said)
         return not said
 
     def _leave_to_ddp(self, reason: str) -> None:
@@ -507,7 +540,7 @@ class Attachment:
         for parameter in self._fingerprint.without_hooks():
             drop_accumulator(parameter)  # DDP's reducer registered new hooks when it came back
         self.reason, self.observer, self._tournament = reason, None, None
-        self.say(f"DDP's own passes stay: {reason}")
+        self.warn(f"DDP's own passes stay: {reason}")
         self._rest()
 
     def _rest(self, *, at_once: bool = False) -> None:
@@ -557,7 +590,7 @@ class Attachment:
 
     def _say_unseen(self) -> None:
         if not self._trained:
-            self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
+            self.warn("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let legato run the passes under a plan, or DDP if the plan is None."""
@@ -616,7 +649,7 @@ class Attachment:
     @cached_property
     def _watchdog(self) -> Watchdog:
         recorder = FlightRecorder(self._group.rank(), self._flight_dir)
-        return Watchdog(self._group, recorder, _status(weakref.ref(self)), f"{self._group.group_name}/{self._number}")
+        return Watchdog(self._group, recorder, _status(weakref.ref(self)), self._name)
 
     def _ddp_is_asked(self, name: str) -> None:
         """Prepare for the return of DDP's reducer, because something has asked for the reducer's attribute `name`."""
@@ -732,11 +765,9 @@ class Attachment:
         return self._connection.gather_numbers(numbers, "comparing times")
 
     def _log_drift(self, change: str) -> None:
-        self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
+        self.warn(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
 
 
-#: The number of times that legato was attached to a model, by the name of the process group.
-_attached: dict[str, int] = {}
 #: The attachment of the model that owns a parameter, by parameter.
 _attachments: Any = WeakIdKeyDictionary()
 
