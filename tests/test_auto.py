@@ -7,9 +7,9 @@ from contextlib import redirect_stderr
 import pytest
 import torch
 import torch.distributed as dist
-from support.automatic import DECIDED, OBSERVED, short_tournaments
+from support.automatic import DECIDED, OBSERVED, as_by_ddp, made, short_tournaments
 from support.ranks import gathered, on_ranks
-from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
+from support.training import OPTIMIZERS, build, random_plan, train, wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,20 +27,6 @@ from legato.pytorch.recording.observed import StepObserver
 from legato.schedule import SCHEDULERS
 
 pytestmark = pytest.mark.slow
-
-
-def made(kind, model, optimizer, **options):
-    """A model and its optimizer under DDP, or under plans of legato's own."""
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
-    return wrap(kind, model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer, **options)
-
-
-def as_by_ddp(run, again=False):
-    """The model that `run("auto")` trains, to the weights that `run("ddp")` gives it."""
-    with short_tournaments(again):
-        expected, found = run("ddp"), run("auto")
-    assert distance(expected, found) == 0.0
-    return found
 
 
 def automatic(model, steps=DECIDED, loop=train, again=False, **options):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import torch
 
+import legato
 import legato.auto
 from legato.core import files
 from legato.core.plan import Message, Plan, Slice
@@ -96,3 +97,17 @@ def _planned_here(contest, _=None):
     finally:
         sys.stdin, sys.stdout = streams
     return [files.decode(plan, Plan, "a plan") for plan in said.getvalue().splitlines()]
+
+
+def made(kind, model, optimizer, **options):
+    """A model and its optimizer under DDP, or under plans of legato's own."""
+    optimizer = training.OPTIMIZERS[optimizer](model.parameters())
+    return training.wrap(kind, model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer, **options)
+
+
+def as_by_ddp(run, again=False):
+    """The model that `run("auto")` trains, to the weights that `run("ddp")` gives it."""
+    with short_tournaments(again):
+        expected, found = run("ddp"), run("auto")
+    assert training.distance(expected, found) == 0.0
+    return found

@@ -522,7 +522,7 @@ class Attachment:
 
     def told_by_all(self, problem: str, limit_s: float) -> str:
         """Return the first problem of any rank, on all ranks; wait for at most `limit_s` seconds, in no collective."""
-        return told_at_the_store(problem, self._group, unique_name(self._group), self._watchdog, limit_s)
+        return told_at_the_store(problem, self._group, f"{self._name}/{self._passes}", self._watchdog, limit_s)
 
     def _is_fit(self) -> bool:
         """Return whether legato may run passes: no rank found a reason against it in the model or in DDP's passes."""
