@@ -1,6 +1,5 @@
 """Short trainings under `plan="auto"`, for the ranks of a test."""
 
-import functools
 import io
 import sys
 from contextlib import contextmanager
@@ -78,13 +77,15 @@ def hastily(contest, case, *arguments):
         return case(*arguments)
 
 
-@functools.cache
-def _network_of(ranks):
-    return calibrate(None, sizes=sizes_up_to(100_000), compute=lambda: None)
+#: What has been measured, by the ranks of a group.
+_NETWORKS = {}
 
 
 def _calibrated_once(group, sizes, compute):
-    return _network_of(torch.distributed.get_world_size(group))
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    if ranks not in _NETWORKS:
+        _NETWORKS[ranks] = calibrate(group, sizes=sizes_up_to(100_000), compute=lambda: None)
+    return _NETWORKS[ranks]
 
 
 def _planned_here(contest, _=None):

@@ -102,6 +102,7 @@ class Job:
         self.log, self.moments, self.made, self.ready = [], collections.defaultdict(list), [], []
         self.options, self.contexts, self.losses, self.strangers, self.around, self.cleanups = {}, [], [], [], [], []
         self.module, self.optimizers, self.closures = Dense(), [], False
+        self.parts, self.second_group = [[*range(dist.get_world_size())]], None  # on which ranks models are trained
         self.beside = []  # (whether it reads weights only, stream) of what the training's own stream has not waited for
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
@@ -115,6 +116,11 @@ class Job:
         self.step = lambda: [self.step_of(o) for o in self.optimizers]
 
     # What habits use
+
+    @property
+    def part(self):
+        """The ranks that train the model together with this one."""
+        return next(part for part in self.parts if dist.get_rank() in part)
 
     def some(self, rng):
         """Some steps, at least one; sometimes not the first ones, in which legato looks at the model."""
@@ -332,8 +338,9 @@ class Job:
                     attach(self.ddp, self.optimizers[0], *([self.attached().plan] if plan else []))
 
         else:
-            model, same = attach(model, optimizers[0], *plan, **options)
-            assert same is optimizers[0]
+            first = optimizers[0] if optimizers else None
+            model, same = attach(model, first, *plan, **options)
+            assert same is first
         for optimizer in optimizers[1:]:
             if others == "attached":
                 attach(model, optimizer, *([legato.attachment(model).plan] if plan else []))
@@ -1732,7 +1739,7 @@ def two_models_one_optimizer(job, rng):
 
     @job.ready.append
     def wrap():
-        ddp = DDP(second)
+        ddp = DDP(second, process_group=job.second_group)
         wrapped.append(job.attach(ddp, job.optimizers[:1]) if attached else ddp)
 
     job.losses.append(lambda: wrapped[0](torch.ones(2, 4) * (1 + dist.get_rank())).square().mean())
@@ -1747,7 +1754,8 @@ def second_model_in_turns(job, rng):
 
     @job.ready.append
     def wrap():
-        wrapped.append(job.attach(DDP(second), [optimizer]) if attached else DDP(second))
+        ddp = DDP(second, process_group=job.second_group)
+        wrapped.append(job.attach(ddp, [optimizer]) if attached else ddp)
 
     @job.at(rng)
     def train():
@@ -2254,7 +2262,7 @@ def run(seed, names, kind, long=False, accelerated=False):
     """
     faulthandler.register(signal.SIGUSR1, open(_where(os.getpid()), "w"), all_threads=False)  # noqa: SIM115
     torch.manual_seed(2 * seed + dist.get_rank())
-    result = {"error": None, "traceback": ""}
+    result = {"error": None, "legatos": False, "traceback": ""}
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         late = sys.modules.get("support.late.device")
@@ -2293,7 +2301,7 @@ def run(seed, names, kind, long=False, accelerated=False):
         finally:
             for function in job.cleanups:
                 function()
-    return result | {"log": job.notes(), "messages": len(launched), "said": said.getvalue()}
+    return result | {"log": job.notes(), "messages": len(launched), "said": said.getvalue(), "part": job.part}
 
 
 def _where(process):
@@ -2304,6 +2312,9 @@ def _where(process):
 class Pool:
     """Ranks that are replaced when they hang or fail, and now and then."""
 
+    #: What a rank runs, and the module whose command runs it.
+    program, command = staticmethod(run), "support.programs"
+
     def __init__(self, size=2, backend="gloo"):
         self.backend, self._runs = backend, 0
         self._over = "gloo" if ACCELERATOR == "cuda" else backend
@@ -2311,7 +2322,7 @@ class Pool:
 
     def run(self, seed, names, kind, long=False):
         """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
-        self._ranks.begin(run, seed, names, kind, long, self.backend == "late")
+        self._ranks.begin(self.program, seed, names, kind, long, self.backend == "late")
         results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S[kind]
         while None in results and time.monotonic() < patience:
             for rank, pipe in enumerate(self._ranks._pipes):
@@ -2323,9 +2334,13 @@ class Pool:
         ranks = [process.pid for process in self._ranks._processes]
         results = [r or self._lost("hangs", self._place(rank)) for r, rank in zip(results, ranks, strict=True)]
         if self._runs >= 2 * PROGRAMS or any(r["error"] for r in results):
-            self.close(force=any(r["error"] for r in results))
-            self._ranks, self._runs = Ranks(self._ranks.size, self._over), 0
+            self.renew(force=any(r["error"] for r in results))
         return results
+
+    def renew(self, force=False):
+        """Replace the ranks."""
+        self.close(force)
+        self._ranks, self._runs = Ranks(self._ranks.size, self._over), 0
 
     def _received(self, pipe):
         try:
@@ -2335,7 +2350,7 @@ class Pool:
             return self._lost("died", "")
 
     def _lost(self, error, where):
-        return {"error": error, "legatos": False, "traceback": where, "log": [], "messages": 0, "said": ""}
+        return {"error": error, "legatos": False, "traceback": where, "log": [], "messages": 0, "said": "", "part": []}
 
     def _place(self, rank):
         """Where the main thread of a rank is."""
@@ -2363,22 +2378,36 @@ def verdict(pool, seed, names, other="legato"):
     ours = pool.run(seed, names, kind, long)
     errors = [result["error"] for result in ours]
     said = re.sub(r"^legato: (an all-reduce takes .*; )?| \(median.*", "", ours[0]["said"], flags=re.M).strip()
-    if any(errors):
-        same = len({re.sub(r"\d+", "N", str(error)) for error in errors}) == 1
-        if same and all(result["legatos"] for result in ours):
-            return "refused", errors[0]
+    refusals = _refusals(ours)
+    if any(errors) and not refusals:
         lines = [f"rank {rank}: {result['error']}" for rank, result in enumerate(ours)]
         places = [f"rank {rank}: {result['traceback'][-1000:]}" for rank, result in enumerate(ours)]
         return "fails", "\n".join([*lines, *places, f"legato says: {said}"])
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
+        if found["error"]:
+            continue
         for a, b in itertools.zip_longest(expected["log"], found["log"]):
             if a != b and pool.run(seed, names, "ddp", long)[rank]["log"] != expected["log"]:
                 return "refused by DDP", "ends otherwise each time"
             if a != b:
                 return "fails", f"on rank {rank}, under DDP {a}, found {b}\nlegato says: {said}"
+    if refusals:
+        return "refused", refusals[0]
     if kind == "auto":
         return "equal", said or "nothing was decided"
     return "equal", "" if ours[0]["messages"] or kind == "dry" else f"no message was legato's: {said}"
+
+
+def _refusals(results):
+    """The errors by which legato refuses a program, the same on all ranks of a model; none if any other has failed."""
+    by_part = collections.defaultdict(set)
+    for result in results:
+        said = re.sub(r"\d+", "N", str(result["error"]))
+        by_part[tuple(result["part"])].add((said, bool(result["error"]), result["legatos"]))
+    found = [[*told] for told in by_part.values()]
+    if any(len(told) > 1 or (told[0][1] and not told[0][2]) for told in found):
+        return []
+    return [result["error"] for result in results if result["error"]]
 
 
 def smaller(pool, seed, names, other):
@@ -2395,13 +2424,13 @@ def report(pool, seed, names, what, other="legato", whole=False):
     least = names if whole else smaller(pool, seed, names, other)
     said = what if whole else verdict(pool, seed, least, other)[1] or "nothing this time"
     options = "".join(f" --{option}" for option in (*other.split(), pool.backend) if option not in ("legato", "gloo"))
-    command = f"PYTHONPATH=tests python -m support.programs{options} --one {seed} --habits {','.join(least)}"
+    command = f"PYTHONPATH=tests python -m {pool.command}{options} --one {seed} --habits {','.join(least)}"
     return least, (
         f"seed {seed} fails: {what.splitlines()[0]}\n  habits: {', '.join(names)}\n  {command}\n  says: {said}"
     )
 
 
-def check(seeds, kind, backend="gloo"):
+def check(seeds, kind, backend="gloo", pool_of=None, drawn_for=None):
     """Fail unless the programs of these seeds are equal or refused, and most of them equal; none hangs under DDP."""
     outcomes, failures = collections.Counter(), []
     patient = patch.multiple(
@@ -2409,36 +2438,39 @@ def check(seeds, kind, backend="gloo"):
         PATIENCE_S=dict.fromkeys(PATIENCE_S, support.PATIENCE_S),
         AFTER_A_FAILURE_S=support.PATIENCE_S,
     )  # a busy machine may take long
-    with patient, contextlib.closing(Pool(backend=backend)) as pool:
+    with patient, contextlib.ExitStack() as stack:
+        pool = None if pool_of else stack.enter_context(contextlib.closing(Pool(backend=backend)))
         for seed in seeds:
-            names = drawn(seed, auto=kind == "auto", late=backend == "late")
-            outcome, what = verdict(pool, seed, names, kind)
+            names = drawn_for(seed) if drawn_for else drawn(seed, auto=kind == "auto", late=backend == "late")
+            on = pool or pool_of(seed)
+            outcome, what = verdict(on, seed, names, kind)
             outcomes[outcome] += 1
             if outcome == "fails":
-                failures.append(report(pool, seed, names, what, kind)[1])
+                failures.append(report(on, seed, names, what, kind)[1])
     assert not failures, "\n".join(failures)
     assert outcomes["equal"] > len(seeds) / 2, outcomes
 
 
-def main():
+def arguments():
+    """The parser of the command's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="FIRST:LAST")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--one", type=int, help="a single seed")
     parser.add_argument("--habits", help="these in place of those drawn")
-    parser.add_argument("--slow", action="store_true", help="draw slow habits as well")
     parser.add_argument("--auto", action="store_true", help='legato makes its plans (plan="auto")')
-    parser.add_argument("--late", action="store_true", help="on an accelerator whose kernels run later than their call")
     parser.add_argument("--dry", action="store_true", help="both sides are stock DDP")
     parser.add_argument("--whole", action="store_true", help="make no program that fails smaller")
-    options = parser.parse_args()
+    return parser
+
+
+def explore(options, pool_of, drawn_for):
+    """Run the programs of the seeds, on `pool_of(seed)`, with the habits `drawn_for(seed)`; print what comes out."""
     first, last = (options.one, options.one + 1) if options.one is not None else map(int, options.seeds.split(":"))
     other = " ".join(["dry"] * options.dry + ["auto"] * options.auto) or "legato"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of DDP on the ranks
-    pool = Pool(options.ranks, "late" if options.late else "gloo")
     began, counts, reasons = time.monotonic(), collections.Counter(), collections.Counter()
     for seed in range(first, last):
-        names = options.habits.split(",") if options.habits else drawn(seed, options.slow, options.auto, options.late)
+        pool, names = pool_of(seed), options.habits.split(",") if options.habits else drawn_for(seed)
         outcome, what = verdict(pool, seed, names, other)
         counts[outcome] += 1
         if outcome == "fails":
@@ -2452,7 +2484,16 @@ def main():
             print(f"{seed + 1 - first} programs, {seconds:.2f} s each:", dict(counts), flush=True)
     for (outcome, what), count in reasons.most_common():
         print(f"{count:5} {outcome}: {what}")
-    pool.close()
+
+
+def main():
+    parser = arguments()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--slow", action="store_true", help="draw slow habits as well")
+    parser.add_argument("--late", action="store_true", help="on an accelerator whose kernels run later than their call")
+    options = parser.parse_args()
+    with contextlib.closing(Pool(options.ranks, "late" if options.late else "gloo")) as pool:
+        explore(options, lambda _: pool, lambda seed: drawn(seed, options.slow, options.auto, options.late))
 
 
 if __name__ == "__main__":
