@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from support import programs
 from support.automatic import _calibrated_once, _planned_here
-from support.programs import HABITS, MODELS, ON_LEGATO, WRITERS, Deliberate, Job, habit
+from support.programs import HABITS, ON_LEGATO, Deliberate, habit
 
 #: Habits of some ranks, or of all ranks together, and those of `support.programs` on some ranks or on one part.
 HABITS.update(alone={}, together={}, some={})
@@ -247,7 +247,8 @@ ON_ALL = {
     "backward_raises", "closures", "joined", "static_graph", "find_unused_parameters", "skip_all_reduce_unused_params",
     "broadcast_buffers_off", "init_sync_off", "communication_hook", "frozen_part", "pruned", "tied_midway",
     "two_models_one_optimizer", "second_model_in_turns", "copied_midway", "wrapped_again", "copied_with_optimizers",
-    "optimizer_copied_midway", "lone_forward", "two_optimizers", "overlapping_optimizers", "optimizer_of_each",
+    "optimizer_copied_midway", "lone_forward", "moved_and_back", "two_optimizers", "overlapping_optimizers",
+    "optimizer_of_each",
 }  # fmt: skip
 
 
@@ -274,18 +275,23 @@ HABITS["some"] |= {f"{name}@part": functools.partial(on_part, name=name) for nam
 
 #: On more than two ranks, what adds in other dtypes than float32 and float64, or after the gradients are rounded.
 INEXACT = {"sparse", "bfloat16", "mixed", "complex", "communication_hook", "accumulated_clamped"}
-BUFFERS = {"convolutional", "weight_normed"}
-FORWARDS = {"evaluated", "evaluated_for_inference", "evaluated_with_gradients", "forward_without_gradients",
-            "more_passes"}  # fmt: skip
+#: Forward passes of a rank's own: under DDP, each broadcasts buffers.
+FORWARDS = {f"{name}@some" for name in (
+    "evaluated", "evaluated_for_inference", "evaluated_with_gradients", "forward_without_gradients", "more_passes",
+    "accumulated", "accumulated_by_flag", "lost_forward", "two_forwards_one_backward", "two_forwards_two_backwards",
+)}  # fmt: skip
 SECOND = {"mesh", "second_model_in_turns", "two_models_one_optimizer"}
-#: {habit: what DDP cannot do with it}
+#: What DDP cannot do on a part of the ranks, whose copies are on all.
+ON_A_PART = COLLECTIVES | {"copied_midway", "copied_with_optimizers", "averages", "averages@some"}
+#: {habit: what DDP, or the program, cannot do with it}
 APART = {
-    **dict.fromkeys(BUFFERS, {f"{name}@some" for name in FORWARDS}),
-    **dict.fromkeys(("in_parts", "idle_part", "mesh"), COLLECTIVES | {"copied_midway", "copied_with_optimizers"}),
-    "joined": COLLECTIVES | SECOND | {"group_made", "one_updates", *(f"{name}@some" for name in FORWARDS)},
-    "idle_part": COLLECTIVES | {"copied_midway", "copied_with_optimizers", "group_made"},
+    **dict.fromkeys(["convolutional", "weight_normed", "conditional", "partial"], FORWARDS),
+    **dict.fromkeys(["in_parts", "mesh"], ON_A_PART),
+    "idle_part": ON_A_PART | {"group_made"},
+    "joined": COLLECTIVES | SECOND | FORWARDS | {"group_made", "one_updates"},
     "step_raises@some": COLLECTIVES | SECOND | {"closures", "lbfgs", "one_updates"},
-    "one_updates": {"lbfgs", "closures", "late_optimizer", "step_raises", *ON_LEGATO.split()},
+    "one_updates": {"lbfgs", "closures", "late_optimizer", "step_raises", "two_models_one_optimizer", "states_changed",
+                    "optimizer_copied_midway", "group_added_later", "step_hooks", *ON_LEGATO.split()},
 }  # fmt: skip
 
 
@@ -293,8 +299,8 @@ def size_of(seed):
     return random.Random(f"{seed} ranks").choice([2, 2, 3, 4])
 
 
-def drawn(seed, auto=False, really=False):
-    """The names of the habits that a seed stands for."""
+def drawn(seed, auto=False, really=False, without=()):
+    """The names of the habits that a seed stands for, `without` some."""
     rng, size = random.Random(f"{seed} habits of ranks"), size_of(seed)
     left_out = INEXACT if size > 2 else set()
     models, usual, some, part = (
@@ -310,11 +316,10 @@ def drawn(seed, auto=False, really=False):
     names += [f"{name}@some" for name in rng.sample(some, rng.randint(1, 3))]
     names += [f"{name}@part" for name in rng.sample(part, rng.randint(0, 2)) if {"in_parts", "mesh"} & {*names}]
     names += rng.sample(usual, rng.randint(0, 2))
-    names = [name for name in dict.fromkeys(names) if name]
+    names = [name for name in dict.fromkeys(names) if name and name.partition("@")[0] not in without]
     for name in list(names):
-        if name in names:
-            apart = APART.get(name.removesuffix("@part"), ())
-            names = [other for other in names if other.removesuffix("@part") not in apart]
+        apart = APART.get(name.removesuffix("@part"), ()) if name in names else ()
+        names = [other for other in names if other.removesuffix("@part") not in apart]
     return names
 
 
@@ -393,11 +398,15 @@ def check(seeds, kind):
 def main():
     parser = programs.arguments()
     parser.add_argument("--real", action="store_true", help="programs so long that legato decides by real times")
+    parser.add_argument("--without", default="", help="habits that are left out, separated by commas")
     options = parser.parse_args()
+    programs.AFTER_A_FAILURE_S = 20  # other parts may go on
     if options.real:
         programs.PATIENCE_S.update(dict.fromkeys(programs.PATIENCE_S, 180))
     with pools() as pool_of:
-        programs.explore(options, pool_of, lambda seed: drawn(seed, options.auto, options.real))
+        programs.explore(
+            options, pool_of, lambda seed: drawn(seed, options.auto, options.real, options.without.split(","))
+        )
 
 
 if __name__ == "__main__":

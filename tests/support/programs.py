@@ -2422,7 +2422,8 @@ def smaller(pool, seed, names, other):
 def report(pool, seed, names, what, other="legato", whole=False):
     """The habits without which a program does not fail, and what is said of it."""
     least = names if whole else smaller(pool, seed, names, other)
-    said = what if whole else verdict(pool, seed, least, other)[1] or "nothing this time"
+    outcome, said = ("fails", what) if whole else verdict(pool, seed, least, other)
+    said = said if outcome == "fails" else f"nothing this time, but before: {what}"
     options = "".join(f" --{option}" for option in (*other.split(), pool.backend) if option not in ("legato", "gloo"))
     command = f"PYTHONPATH=tests python -m {pool.command}{options} --one {seed} --habits {','.join(least)}"
     return least, (
