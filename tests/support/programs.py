@@ -2350,7 +2350,7 @@ class Pool:
             return self._lost("died", "")
 
     def _lost(self, error, where):
-        return {"error": error, "legatos": False, "traceback": where, "log": [], "messages": 0, "said": "", "part": []}
+        return {"error": error, "legatos": False, "traceback": where, "log": [], "messages": 0, "said": ""}
 
     def _place(self, rank):
         """Where the main thread of a rank is."""
@@ -2378,7 +2378,7 @@ def verdict(pool, seed, names, other="legato"):
     ours = pool.run(seed, names, kind, long)
     errors = [result["error"] for result in ours]
     said = re.sub(r"^legato: (an all-reduce takes .*; )?| \(median.*", "", ours[0]["said"], flags=re.M).strip()
-    refusals = _refusals(ours)
+    refusals = _refusals(ours, stock)
     if any(errors) and not refusals:
         lines = [f"rank {rank}: {result['error']}" for rank, result in enumerate(ours)]
         places = [f"rank {rank}: {result['traceback'][-1000:]}" for rank, result in enumerate(ours)]
@@ -2398,16 +2398,17 @@ def verdict(pool, seed, names, other="legato"):
     return "equal", "" if ours[0]["messages"] or kind == "dry" else f"no message was legato's: {said}"
 
 
-def _refusals(results):
-    """The errors by which legato refuses a program, the same on all ranks of a model; none if any other has failed."""
+def _refusals(ours, stock):
+    """The errors by which legato refuses a program, the same on all ranks of a model; none if any other has failed.
+
+    Ranks of other models may then wait for these ranks.
+    """
     by_part = collections.defaultdict(set)
-    for result in results:
+    for result, other in zip(ours, stock, strict=True):
         said = re.sub(r"\d+", "N", str(result["error"]))
-        by_part[tuple(result["part"])].add((said, bool(result["error"]), result["legatos"]))
-    found = [[*told] for told in by_part.values()]
-    if any(len(told) > 1 or (told[0][1] and not told[0][2]) for told in found):
-        return []
-    return [result["error"] for result in results if result["error"]]
+        by_part[tuple(other["part"])].add((said, result["legatos"], result["error"] in (None, "hangs")))
+    same = all(len(told) == 1 and (legatos or harmless) for told in by_part.values() for _, legatos, harmless in told)
+    return [result["error"] for result in ours if result["legatos"]] if same else []
 
 
 def smaller(pool, seed, names, other):
