@@ -62,6 +62,7 @@ __all__ = [
     "has_forward_hooks",
     "has_gradient_hooks",
     "has_step_hooks",
+    "hooks_on",
     "ignored_parameters",
     "in_backward_pass",
     "is_compiled",
@@ -626,6 +627,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def hooks_on(node: Any) -> dict[int, Callable[..., Any]]:
+    """Return the dictionary of the Python hooks that run after an autograd node, also of those added later."""
+    handle = node.register_hook(print)
+    handle.remove()
+    return cast("dict[int, Callable[..., Any]]", handle.hooks_dict_ref())
+
+
 def drop_accumulator(parameter: nn.Parameter) -> None:
     """Make autograd forget a parameter's AccumulateGrad node and the node's hooks, as a cast of the parameter does."""
     data, other = parameter.data, torch.float64 if parameter.dtype is not torch.float64 else torch.float32
@@ -869,6 +877,8 @@ class IdleReducer:
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
         self._becomes_static = False
         self._unsettled = 0  # the number of passes after which a reducer that came back may rebuild its buckets
+        #: Whether a new reducer has taken the place of DDP's first one, so its hooks were registered later.
+        self.came_back = False
 
     @property
     def is_away(self) -> bool:
@@ -882,7 +892,7 @@ class IdleReducer:
     def succeed(self, former: IdleReducer) -> None:
         """Copy from `former`, which brought the reducer back, whether its buckets may still be rebuilt."""
         if former._ddp is self._ddp:
-            self._unsettled = former._unsettled
+            self._unsettled, self.came_back = former._unsettled, former.came_back
 
     def put_away(self) -> None:
         """Free the reducer. Raises DDP's own error if one of DDP's backward passes has not finished."""
@@ -903,7 +913,7 @@ class IdleReducer:
             ddp._ddp_init_helper(self._parameters, self._sparse, self._names, ddp.static_graph)
         for p in frozen:
             p.requires_grad_(False)
-        ddp._has_rebuilt_buckets = False
+        ddp._has_rebuilt_buckets, self.came_back = False, True
         self._becomes_static = ddp.static_graph
         self._unsettled = 2 if ddp.static_graph else 1
 

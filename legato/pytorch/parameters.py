@@ -13,13 +13,18 @@ state. The comparison takes some tens of microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from legato.pytorch._private import (
+    drop_accumulator,
+    hooks_on,
     ignored_parameters,
     is_compiled,
     is_compiled_in_place,
@@ -29,7 +34,14 @@ from legato.pytorch._private import (
     wrapped_module,
 )
 
-__all__ = ["ModuleFingerprint", "named_modules", "named_parameters", "sparse_parameters", "trained_parameters"]
+__all__ = [
+    "ModuleFingerprint",
+    "OwnHook",
+    "named_modules",
+    "named_parameters",
+    "sparse_parameters",
+    "trained_parameters",
+]
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -104,6 +116,10 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+class OwnHook(partial[Any]):
+    """A hook of legato's that runs after an addition to a gradient."""
+
+
 class ModuleFingerprint:
     """The modules and parameters of a model at the time of creation."""
 
@@ -118,6 +134,7 @@ class ModuleFingerprint:
         self._accumulators = {
             name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad and p.is_leaf
         }
+        self._hooks = {name: hooks_on(node) for name, node in self._accumulators.items()}
         self._compiled = any(map(is_compiled, self._modules))
 
     def difference(self) -> str:
@@ -133,7 +150,30 @@ class ModuleFingerprint:
         for table, before in self._tables:
             if len(table) != len(before) or any(a is not b for a, b in zip(table.values(), before, strict=True)):
                 return "the model has other modules or parameters now"
-        return "the model has more modules or parameters now" if any(self._empty) else ""
+        if any(self._empty):
+            return "the model has more modules or parameters now"
+        return self.hooked()
+
+    def hooked(self) -> str:
+        """Describe hooks of the program that run after additions to gradients, as DDP's own do, or return ""."""
+        found = chain.from_iterable(hooks.values() for hooks in self._hooks.values())
+        return "hooks run after additions to its gradients" if any(type(h) is not OwnHook for h in found) else ""
+
+    @contextmanager
+    def hooks_last(self) -> Iterator[None]:
+        """Let these hooks of the program run after the hooks that DDP registers in this context.
+
+        A node runs C++ hooks in the order of their registration, and all its Python hooks together, in the first one's
+        place. So DDP gets new nodes. Call this when no hooks of legato's are left.
+        """
+        parameters = {name: p for name, p, *_ in self._kinds if p.requires_grad and not self._has_lost_hooks(name, p)}
+        hooked = {name: self._hooks.pop(name) for name in list(self._hooks) if self._hooks[name]}
+        for name in hooked.keys() & parameters:
+            drop_accumulator(parameters[name])
+        yield
+        for name in hooked.keys() & parameters:
+            node = self._accumulators[name] = get_gradient_edge(parameters[name]).node
+            node.register_hook(partial(_run_all, hooked[name]))
 
     def accumulates(self) -> bool:
         """Return whether the running backward pass adds to the gradient of any parameter."""
@@ -151,3 +191,8 @@ class ModuleFingerprint:
     def compiled(self) -> bool:
         """Return whether `torch.compile` was applied to any of the modules."""
         return self._compiled or any(map(is_compiled_in_place, self._modules))
+
+
+def _run_all(hooks: dict[int, Callable[..., Any]], *args: Any) -> None:
+    for hook in list(hooks.values()):
+        hook(*args)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from legato.pytorch._private import leaves, on_backward_end, will_run
+from legato.pytorch.parameters import OwnHook
 
 __all__ = ["Accumulator", "BackwardScope"]
 
@@ -38,7 +39,7 @@ class Accumulator:
         self._node = get_gradient_edge(parameter).node
         if frozen:
             parameter.requires_grad_(False)
-        self._hooks = [self._node.register_prehook(before), self._node.register_hook(after)]
+        self._hooks = [self._node.register_prehook(before), self._node.register_hook(OwnHook(after))]
 
     @property
     def will_run(self) -> bool:

@@ -32,7 +32,7 @@ from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.compiled.functions import GraphFunction
-from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.parameters import OwnHook, trained_parameters
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime.attached.graph_sender import GraphSender
 from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
@@ -216,7 +216,7 @@ def test_messages_leave_before_the_graph_has_ended(make, backend):
     wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model))
     arrived, found = [], []
     for accumulator in attachment(wrapped).reducer.accumulator_of.values():
-        accumulator._node.register_hook(lambda *_: arrived.append(1))
+        accumulator._node.register_hook(OwnHook(lambda *_: arrived.append(1)))
     messages = attachment(wrapped).reducer.messages
     launch = messages.launch
 

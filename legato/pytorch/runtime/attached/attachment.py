@@ -536,8 +536,15 @@ class Attachment:
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Leave all passes to DDP from now on."""
+        lost = self._fingerprint.without_hooks()
         self._carry_out(None)
-        for parameter in self._fingerprint.without_hooks():
+        if self._idle.came_back and self._fingerprint.hooked() and self._ddps is not None:
+            self._ddps.close()
+            with self._fingerprint.hooks_last():
+                self._idle.put_away()
+                self._idle.bring_back()
+            self._ddps = self._watch_ddp()
+        for parameter in lost:
             drop_accumulator(parameter)  # DDP's reducer registered new hooks when it came back
         self.reason, self.observer, self._tournament = reason, None, None
         self.warn(f"DDP's own passes stay: {reason}")
@@ -671,9 +678,11 @@ class Attachment:
         if self._forward.running:
             self._nested += 1
             return
-        if self._is_idle:
-            return
         training = torch.is_grad_enabled()
+        if self._is_idle:
+            if training and self._idle.came_back and (reason := self._fingerprint.hooked()):
+                self._leave_to_ddp(reason)
+            return
         waiting = self._ddps.running if self._ddps is not None else self.reducer is not None and self.reducer.armed
         # In evaluation mode, one rank may run a pass alone.
         sends = training and self.ddp.require_backward_grad_sync and self.module.training

@@ -259,7 +259,11 @@ class Delivery:
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
                 "the backward pass has ended (use a plan without shards to keep it in place)"
             )
-        for bucket in slot.buckets:  # pack it now: changes that the reader makes must not be sent
+        self._pack_now(slot)
+
+    def _pack_now(self, slot: Slot) -> None:
+        """Pack a gradient, because the program may change it, and its changes must not be sent."""
+        for bucket in slot.buckets:
             if slot in bucket.arrived:
                 self.pack(bucket)
 
@@ -291,14 +295,17 @@ class Delivery:
             slot.zero_after = zeroing(set_to_none)
             return
         if slot.stage == SENT:
-            if set_to_none or self.messages.in_backward or self.takes_gradients:
+            if self.messages.in_backward:
+                self._pack_now(slot)  # as under DDP, the average will become `.grad` nevertheless
+            elif set_to_none or self.takes_gradients:
                 gate.remove(slot)  # the average is dropped
             else:  # it may lie in a message in flight, and is a zero here too if only another rank had a gradient
                 self.resolve(slot)
         if self.takes_gradients or slot.spent is not None:
             slot.zero(set_to_none)
         else:
-            zeroing(set_to_none)(slot.parameter)
+            with without_overrides():
+                zeroing(set_to_none)(slot.parameter)
 
     # ---- updates -----------------------------------------------------------------------
 

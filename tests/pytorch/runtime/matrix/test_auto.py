@@ -15,6 +15,7 @@ from support.ranks import on_ranks
 from support.rows import AUTO, SHARDED, row
 from support.training import Dense, adam, sgd, train, wrap
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
@@ -46,6 +47,22 @@ def test_hooks_of_the_users(kind):
     wrapped, optimizer = wrap(kind, model, optimizer)
     optimizer.register_step_post_hook(lambda *_: seen.append(model.third.weight.sum().item()))
     return train(wrapped, optimizer, STEPS), [torch.tensor(seen)]
+
+
+@row(*AUTO, *SHARDED)
+@pytest.mark.parametrize("moment", [1, 5, 20])
+def test_optimizers_that_begin_to_step_in_the_backward_pass(kind, moment):
+    """Each has one parameter, and steps in a hook that runs after DDP's."""
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def inner(model, _, i):
+        if i > moment:
+            seen.extend(p.grad.clone() for p in model.parameters())
+        if i == moment:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+
+    return train(wrapped, optimizer, STEPS, inner=inner), seen
 
 
 @row(*AUTO)
