@@ -67,6 +67,8 @@ class Reducer:
             if error_feedback and bucket.message.wire and bucket.scattered is None:
                 bucket.residual = torch.zeros_like(bucket.buffer, dtype=torch.float32)
         self.armed = False  # whether the next backward pass sends
+        #: Whether a gradient that a hook has dropped is absent; otherwise it counts as zeros, as in DDP.
+        self.find_unused = False
         self.backward_scope = BackwardScope(lambda: self.armed, self._backward_ended)
         self.next = 0  # the place of the bucket to launch next
         self.closed = False
@@ -165,15 +167,18 @@ class Reducer:
             return
         self.delivery.after_accumulation()
         if slot.gradient != EARLY:
-            self.mark_ready(slot)
+            self.mark_ready(slot, not self.find_unused)
             return
         slot.gradient = ARRIVED
         if not slot.to_pack:
             self.delivery.packed([slot])
         self._mark_sent(slot)
 
-    def mark_ready(self, slot: Slot) -> None:
-        """Record that a gradient arrived or is absent; pack gradients if there are enough; launch complete buckets."""
+    def mark_ready(self, slot: Slot, counts: bool = False) -> None:
+        """Record that a gradient arrived or is absent; pack gradients if there are enough; launch complete buckets.
+
+        If it is absent but `counts`, it counts as zeros.
+        """
         early = slot.gradient == EARLY
         grad = slot.taken if early else slot.parameter.grad
         if grad is not None and grad is slot.spent:
@@ -183,7 +188,7 @@ class Reducer:
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
         if not early:
-            slot.gradient = ABSENT if grad is None else ARRIVED
+            slot.gradient = ABSENT if grad is None and not counts else ARRIVED
             self._mark_sent(slot)
         for bucket in slot.buckets:
             bucket.missing -= 1

@@ -640,6 +640,7 @@ class Attachment:
                 error_feedback=self._error_feedback,
             )
         reducer.messages.tracer = self._tracer
+        reducer.find_unused = self.ddp.find_unused_parameters or self.ddp.static_graph
         if before is not None:
             reducer.messages.forwards = before.messages.forwards
             GraphSender(reducer).learn_from(before)

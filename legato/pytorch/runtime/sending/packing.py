@@ -2,7 +2,8 @@
 
 [Note: absent gradients] A rank without a gradient sends zeros. Each parameter has one extra element in its first
 message: 1 on the ranks that had a gradient, and 0 on the others. If the sum of a parameter's extra elements is 0, no
-rank had a gradient; then `.grad` stays as it was (None), as it does in one process.
+rank had a gradient; then `.grad` stays as it was (None), as it does in one process. As in DDP without
+`find_unused_parameters`, a gradient that a hook has dropped, or that is undefined, counts as zeros.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _pack_part(part: BucketSlice, grad: Tensor | None, ranks: int) -> list[tuple
     """Copy a part of a gradient, unless the part is small: small parts are returned, to be copied together."""
     if grad is None:
         part.view.zero_()
-        if part.flag is not None:
+        if part.flag is not None and not part.slot.has_grad:
             part.flag.zero_()
     elif part.bucket.message.wire:
         _round(part, grad, ranks)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.rows import SHARDED, row
+from support.rows import AUTO, SHARDED, row
 from support.training import STEPS, Dense, adam, build, random_plan, sgd, train, trained, wrap
 from torch import nn
 from torch.func import functional_call
@@ -186,8 +186,10 @@ class Silenced(Dense):
 
 
 @row("views", "four ranks", *SHARDED)
-def test_a_custom_function_that_gives_no_gradient(kind):
-    return trained(kind, Silenced(), sgd, options={"find_unused_parameters": True})
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_custom_function_that_gives_no_gradient(kind, find_unused):
+    model = Silenced()
+    return train(*wrap(kind, model, sgd(model.parameters()), find_unused_parameters=find_unused), STEPS)
 
 
 # ---- hooks -----------------------------------------------------------------------------
@@ -203,6 +205,28 @@ def test_everything_is_brought_up_to_date_in_the_backward_pass(kind, seed):
     if kind == "legato":
         model.body.weight.register_post_accumulate_grad_hook(lambda _: attachment(wrapped).flush())
     return train(wrapped, optimizer, STEPS)
+
+
+@row("views", *AUTO)
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_are_used_up_in_the_backward_pass(kind, find_unused, set_to_none):
+    """Hooks step optimizers of single parameters before DDP sees the gradients."""
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=find_unused)
+    optimizers = {p: adam([p]) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad(set_to_none)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+    def inner(model, *_):
+        seen.extend(torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters())
+
+    return train(wrapped, optimizer, 2 * STEPS, inner=inner), seen
 
 
 @row("views", "four ranks", "compiled", *SHARDED)
