@@ -124,10 +124,8 @@ class ModuleFingerprint:
     """The modules and parameters of a model at the time of creation."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        tables: list[dict[str, Any]] = [t for m in self._modules for t in module_tables(m, "modules", "parameters")]
-        self._tables = [(table, list(table.values())) for table in tables if table]
-        self._empty = [table for table in tables if not table]
+        self._module = module
+        self._note_modules()
         parameters = named_parameters(module)
         self._kinds = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
         self._memory = {name: p.data_ptr() for name, p in parameters.items()}
@@ -137,8 +135,17 @@ class ModuleFingerprint:
         self._hooks = {name: hooks_on(node) for name, node in self._accumulators.items()}
         self._compiled = any(map(is_compiled, self._modules))
 
+    def _note_modules(self) -> None:
+        self._modules = list(self._module.modules())
+        tables: list[dict[str, Any]] = [t for m in self._modules for t in module_tables(m, "modules", "parameters")]
+        self._tables = [(table, list(table.values())) for table in tables if table]
+        self._empty = [table for table in tables if not table]
+
     def difference(self) -> str:
-        """Describe what has changed since creation (a parameter was cast, moved, added or replaced), or return ""."""
+        """Describe what has changed since creation (a parameter was cast, moved or replaced), or return "".
+
+        A rank may add and replace modules alone, as long as all parameters stay in place.
+        """
         with without_overrides():
             for name, p, dtype, device in self._kinds:
                 moved = p.data_ptr() != self._memory[name]
@@ -147,11 +154,14 @@ class ModuleFingerprint:
                     return f"{name} was cast or moved, and DDP no longer averages its gradients (pytorch#104336)"
                 if p.dtype is not dtype or p.device != device:
                     return f"{name} was cast or moved"
-        for table, before in self._tables:
-            if len(table) != len(before) or any(a is not b for a, b in zip(table.values(), before, strict=True)):
-                return "the model has other modules or parameters now"
-        if any(self._empty):
-            return "the model has more modules or parameters now"
+        if any(self._empty) or any(
+            len(table) != len(before) or any(a is not b for a, b in zip(table.values(), before, strict=True))
+            for table, before in self._tables
+        ):
+            there = named_parameters(self._module)
+            if any(there.get(name) is not p for name, p, *_ in self._kinds):
+                return "the model has other parameters now"
+            self._note_modules()
         return self.hooked()
 
     def hooked(self) -> str:

@@ -100,7 +100,7 @@ class ServedModel(_Measured):
         super().__init__(module, worker, plan)
         self._worker = worker
         self._fingerprint = ModuleFingerprint(module)
-        self._frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.worker, self.workers = worker.transport.rank, worker.transport.roles.workers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,8 +117,8 @@ class ServedModel(_Measured):
         return output
 
     def _unfrozen(self) -> str:
-        trained = (name for name in self._frozen if self.module.get_parameter(name).requires_grad)
-        return next((f"{name} was unfrozen" for name in trained), "")
+        trained = (name for name, p in self.module.named_parameters() if p.requires_grad)
+        return next((f"{name} was unfrozen or added" for name in trained if name not in self._trained), "")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

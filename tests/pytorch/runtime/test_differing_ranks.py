@@ -16,6 +16,7 @@ from support.automatic import DECIDED, as_by_ddp, hasty, made, short_tournaments
 from support.ranks import gathered, on_ranks
 from support.training import OPTIMIZERS, Dense, build, distance, first_passes, random_plan, train, wrap
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import legato
@@ -90,6 +91,40 @@ def test_an_optimizer_of_one_rank_alone(given):
     with redirected(io.StringIO()):
         ours = attachment(as_by_ddp(run))
     assert ours.reason == ("rank 1: optimizer: none here, Adam on rank 0" if given else "")
+
+
+# ---- models of one rank alone ---------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [4, 24, DECIDED])
+def test_a_module_that_one_rank_adds(moment):
+    """While steps are observed, in the tournament, and under the plan that has stayed."""
+
+    def run(kind):
+        wrapped, optimizer = made(kind, build("Attention"), "momentum")
+        train(wrapped, optimizer, moment)
+        wrapped.module.probe = on(1, nn.Identity(), None)
+        return train(wrapped, optimizer, DECIDED)
+
+    ours = attachment(as_by_ddp(run))
+    assert len(ours.tournament) > 2 and not ours.reason
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [4, 14])
+def test_what_one_rank_finds_in_passes_of_ddp_is_told_to_the_others(moment):
+    """While steps are observed, and in a turn of DDP's."""
+
+    def run(kind):
+        wrapped, optimizer = made(kind, build("Attention"), "momentum")
+        train(wrapped, optimizer, moment)
+        if dist.get_rank() == 1:
+            get_gradient_edge(wrapped.module.head.weight).node.register_hook(lambda *_: None)
+        return train(wrapped, optimizer, DECIDED)
+
+    with redirected(io.StringIO()):
+        assert attachment(as_by_ddp(run)).reason == "hooks run after additions to its gradients"
 
 
 # ---- process groups -----------------------------------------------------------------------

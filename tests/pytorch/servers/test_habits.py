@@ -393,7 +393,7 @@ def three_ranks():
         (changes_weights_unseen, "parameter 'conv.weight' was changed on this worker, but the servers hold it"),
         (changes_weights_before_the_step, "parameter 'out.bias' was changed on this worker, but the servers hold it"),
         (loads_weights, "was changed on this worker, but the servers hold it"),
-        (replaces_a_layer, "the model has other modules or parameters now, which the servers do not know"),
+        (replaces_a_layer, "the model has other parameters now, which the servers do not know"),
         (clears_the_state, "InputError: the optimizer's state is on the servers"),
         (hooks_the_step, "InputError: the optimizer has hooks on its step"),
         (runs_two_backward_passes, "a backward pass began before the gradients of the previous one were used"),

@@ -115,6 +115,8 @@ class Attachment:
         self._plan = plan
         #: The reducer that sends the plan's messages; None while DDP runs the passes.
         self.reducer: Reducer | None = None
+        self._objection = ""  # what this rank has found against legato's passes, and tells the other ranks later
+        self._objected = False  # whether any rank has found something during the last turn of a tournament
         self._stepped = False  # whether an optimizer's `step()` was called since the last backward pass that sent
         # The number of backward passes that sent, and how many of them `step()` followed on this rank.
         self._passes = self._steps = 0
@@ -267,7 +269,7 @@ class Attachment:
         # Some ranks may leave out steps, or have no optimizer.
         steps = max(steps for (steps,) in self._gather_numbers([self._steps]))
         self._passes_of_step = int(self._passes // steps) if steps else 1
-        self._tournament = Tournament(plans, self._gather_numbers, clock)
+        self._tournament = Tournament(plans, self._gather_turn, clock)
         self._plan = self._tournament.plan
         self._end_tournament()
         if self.observer is None:  # otherwise the end of the running backward pass changes the plan
@@ -418,7 +420,10 @@ class Attachment:
         A change to or from a sharded plan happens before a forward pass, because gradients cannot be resharded.
         """
         if not self.reason and (reason := self._pass_reason()):
-            self._leave_to_ddp(reason)
+            if self.reducer is None and (self._first or self.observed) and not is_joining(self.ddp):
+                self._objection = reason  # DDP runs this pass in any case
+            else:
+                self._leave_to_ddp(reason)
         elif self._is_due():
             self._carry_out(self._wanted)
         elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
@@ -478,7 +483,8 @@ class Attachment:
             if self._passes % self._passes_of_step == 0:
                 self._tournament.step_ended()
                 self._plan = self._tournament.plan
-                self._end_tournament()
+                if not self._objected or self._is_fit():
+                    self._end_tournament()
         elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
 
@@ -526,8 +532,8 @@ class Attachment:
 
     def _is_fit(self) -> bool:
         """Return whether legato may run passes: no rank found a reason against it in the model or in DDP's passes."""
-        assert self._ddps is not None
-        said = first_said(self._ddps.objection or self._model_reason(), self._group).partition(": ")[2]
+        mine = self._objection or (self._ddps.objection if self._ddps is not None else "") or self._model_reason()
+        said = first_said(mine, self._group).partition(": ")[2]
         if not said and self._plan.carrier == "ddp":
             said = difference(describe_model(self._plan, self._parameters), self._group)
         if said:
@@ -770,6 +776,12 @@ class Attachment:
         self.say(f"{which}{f' (median step of each: {found}{why})' if found else ''}")
         if self._plan.carrier == "ddp" and self.reducer is None:
             self._rest()
+
+    def _gather_turn(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        """Exchange the numbers of a turn, and whether a rank has found anything against legato's passes in it."""
+        found = self._gather_numbers([*numbers, float(bool(self._objection))])
+        self._objected = any(objected for *_, objected in found)
+        return [tuple(rest) for *rest, _ in found]
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         return self._connection.gather_numbers(numbers, "comparing times")
