@@ -5,9 +5,9 @@
 A small transformer learns, on two ranks, to continue sequences in which each token is the sum
 of two earlier tokens (modulo 31). For each seed, all kinds of training begin with the same
 weights and see the same batches. The kinds are exact gradients, all gradients in bf16 or fp16,
-half of the messages in bf16, and rounded gradients with error feedback. For some milestones,
-the benchmark prints the mean loss of the 20 steps before it, over the seeds, and the spread of
-the seeds. `--losses` writes the loss of every step, which `docs/pictures/losses.py` draws.
+and half of the messages in bf16. For some milestones, the benchmark prints the mean loss of the
+20 steps before it, over the seeds, and the spread of the seeds. `--losses` writes the loss of
+every step, which `docs/pictures/losses.py` draws.
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 
 MODULUS, LENGTH, BATCH, WINDOW = 31, 16, 32, 20
-#: Name: the format, of every how manieth message, and whether with error feedback.
-KINDS: dict[str, tuple[str | None, int, bool]] = {
-    "exact": (None, 1, False),
-    "all-bf16": ("bf16", 1, False),
-    "all-bf16, feedback": ("bf16", 1, True),
-    "half bf16": ("bf16", 2, False),
-    "half bf16, feedback": ("bf16", 2, True),
-    "all-fp16": ("fp16", 1, False),
-    "all-fp16, feedback": ("fp16", 1, True),
+#: Name: the format, and of every how manieth message.
+KINDS: dict[str, tuple[str | None, int]] = {
+    "exact": (None, 1),
+    "all-bf16": ("bf16", 1),
+    "half bf16": ("bf16", 2),
+    "all-fp16": ("fp16", 1),
 }
 
 
@@ -79,13 +76,11 @@ def rank_main(rank: int, port: int, seeds: list[int], steps: int, results: Any) 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    for seed, (kind, (wire, every, feedback)) in itertools.product(seeds, KINDS.items()):
+    for seed, (kind, (wire, every)) in itertools.product(seeds, KINDS.items()):
         torch.manual_seed(seed)
         model = Model()
         plan = plan_of(model, wire, every)
-        wrapped, optimizer = attach(
-            model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan, error_feedback=feedback
-        )
+        wrapped, optimizer = attach(model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan)
         generator = torch.Generator().manual_seed(2 * seed + rank)
         losses = []
         for _ in range(steps):

@@ -54,7 +54,6 @@ def distribute(  # noqa: PLR0913
     *,
     shard: Shard = "none",
     wire: Rounding = "none",
-    error_feedback: bool = False,
     process_group: Any = None,
     replan: str | None = None,
     current: Sequence[str] = (),
@@ -83,7 +82,6 @@ def distribute(  # noqa: PLR0913
         wire: `"bf16"` or `"fp16"` to send in that format only those gradients for which the planner finds it necessary;
             `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. If
             the plan's messages have a wire format, `wire` can be left out.
-        error_feedback: whether to add what rounding removed from a gradient to the gradient of the next step.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
             If `replan` is None, rank 0 only logs that computation or communication has changed.
@@ -124,7 +122,6 @@ def distribute(  # noqa: PLR0913
         optimizer,
         plan if automatic else in_wire(plan, wire),
         shard="none" if automatic else shard,
-        error_feedback=error_feedback,
         process_group=process_group,
         current=current,
         debug=debug,

@@ -181,7 +181,7 @@ def test_join_while_plans_are_tried(steps):
 @on_ranks(2)
 @pytest.mark.parametrize("steps", [1, 6, 18, 21])
 def test_a_communication_hook_while_plans_are_tried(steps):
-    """It is registered while the steps are watched, or in the tournament, as above."""
+    """It is registered while the steps are watched, or in the tournament; the ranks tell each other when these end."""
 
     def all_reduce(state, bucket):
         buffer = bucket.buffer().div_(dist.get_world_size())
@@ -191,7 +191,7 @@ def test_a_communication_hook_while_plans_are_tried(steps):
         wrapped, optimizer = made(kind, build("Convolutional"), "sgd")
         train(wrapped, optimizer, steps)
         wrapped.register_comm_hook(None, all_reduce)
-        return train(wrapped, optimizer, 5)
+        return train(wrapped, optimizer, DECIDED)
 
     assert attachment(as_by_ddp(run)).reason == "the model uses a communication hook"
 

@@ -40,14 +40,12 @@ def main():
         points = (
             f"{LEFT + WIDTH * (at + 0.5) * WINDOW / steps:.1f},{height(mean):.1f}" for at, mean in enumerate(means)
         )
-        dashes = ' stroke-dasharray="4 3"' if "feedback" in run["kind"] else ""
-        shapes.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}"{dashes}/>')
+        shapes.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}"/>')
     names = {"exact": "exact", "bf16": "bf16 (all, and half of the messages)", "fp16": "fp16 (all)"}
     for row, (name, title) in enumerate(names.items()):
         y = TOP + 16 + 18 * row
         shapes.append(f'<path d="M{LEFT + 170} {y - 4}h24" stroke="{COLORS[name]}" stroke-width="2"/>')
         text(LEFT + 200, y, title)
-    text(LEFT + 200, TOP + 70, "dashed: with error feedback")
     body = "".join(shapes)
     print(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + 26}" '

@@ -2203,17 +2203,17 @@ def late_messages(seed):
 
     launched = []
 
-    def late(channel, buffer, message, residual=None):
+    def late(channel, buffer, message):
         launched.append(message)
         if rng.random() > rate:
-            return launch(channel, buffer, message, residual)
+            return launch(channel, buffer, message)
         busy = isinstance(channel._last, _QueuedWork) and not channel._last.is_completed()
         before, delay = None if busy else channel._last, rng.choice([5e-4, 2e-3, 5e-3])
         written = torch.cuda.current_stream().record_event() if buffer.is_cuda else None
 
         def carry_out():
             time.sleep(delay)
-            channel._carry_out(before, written, buffer, message, residual)
+            channel._carry_out(before, written, buffer, message)
 
         channel._last = channel._queue(carry_out)
         return channel._last

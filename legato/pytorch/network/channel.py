@@ -8,10 +8,6 @@ its next round when bytes arrive. While this thread has work, every message goes
 all-reduces. Before its first message, the thread waits for the message that the backend is still running. The thread
 ends with the channel. A process waits for the thread before it ends. But it does not wait after a message has failed,
 because a send to a rank that is gone can take the whole timeout to fail.
-
-[Note: residuals] Error feedback must know the rounding errors of a collective's additions. gloo's own all-reduce does
-not report these errors, so a ring of sends and receives replaces it. Other backends do not report the errors either, so
-error feedback cannot correct them there.
 """
 
 from __future__ import annotations
@@ -49,11 +45,8 @@ _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 class Channel(Protocol):
     """Runs messages in the order in which they are launched."""
 
-    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
-        """Launch a message that changes a flat buffer in place, and return the work to wait for.
-
-        The rounding errors of this rank's additions are added to `residual` (float32), if the collective reports them.
-        """
+    def __call__(self, buffer: Tensor, message: Message) -> Any:
+        """Launch a message that changes a flat buffer in place, and return the work to wait for."""
 
     def give_up(self) -> None:
         """Record that a message has failed, so that the process can end without waiting for messages in flight."""
@@ -92,7 +85,7 @@ class _BackendChannel:
     def give_up(self) -> None:
         """Do nothing, because the backend, not this channel, has the messages in flight."""
 
-    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
+    def __call__(self, buffer: Tensor, message: Message) -> Any:
         group = self._group
         if message.kind == "all_reduce":
             return dist.all_reduce(buffer, group=group, async_op=True)
@@ -115,15 +108,15 @@ class _GlooChannel:
         self._thread: threading.Thread | None = None
         self._last: Any = None  # the work of the last message
 
-    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
+    def __call__(self, buffer: Tensor, message: Message) -> Any:
         busy = isinstance(self._last, _QueuedWork) and not self._last.is_completed()
-        if _steps_of(message) is None and residual is None and not busy and not self._failed.is_set():
+        if _steps_of(message) is None and not busy and not self._failed.is_set():
             self._last = self._gloo.allreduce([buffer])
         else:
             stream = current_stream(buffer.device)
             written = None if stream is None else stream.record_event()
             before = None if busy else self._last
-            self._last = self._queue(lambda: self._carry_out(before, written, buffer, message, residual))
+            self._last = self._queue(lambda: self._carry_out(before, written, buffer, message))
         return self._last
 
     def give_up(self) -> None:
@@ -138,7 +131,7 @@ class _GlooChannel:
         self._jobs.put((future, do))
         return _QueuedWork(future)
 
-    def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
+    def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message) -> None:
         """Run a message on the thread, after all messages that were launched earlier."""
         if self._failed.is_set():
             raise RuntimeError("not sent, because a message before it has failed")
@@ -147,22 +140,20 @@ class _GlooChannel:
                 before.wait()
             if written is not None:
                 written.synchronize()
-            self._do(buffer, message, residual)
+            self._do(buffer, message)
         except RuntimeError:
             self._failed.set()
             raise
 
-    def _do(self, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
-        steps, stream = _steps_of(message) or (None if residual is None else _OWN), current_stream(buffer.device)
+    def _do(self, buffer: Tensor, message: Message) -> None:
+        steps, stream = _steps_of(message), current_stream(buffer.device)
         if steps is None:
             self._gloo.allreduce([buffer]).wait()
         else:  # on an accelerator, a copy on the host is sent
-            host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
-            self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
+            host = buffer.cpu()
+            self._steps.carry_out(host, message.kind, steps, message.depth)
             if stream is not None:
                 buffer.copy_(host)
-                if residual is not None and host_residual is not None:
-                    residual.copy_(host_residual)
         if stream is not None:  # needed because no stream of the training waits for this one
             stream.synchronize()
 

@@ -42,17 +42,13 @@ class Collectives:
         self._next_tag = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def carry_out(
-        self, tensor: Tensor, kind: Kind, collective: str, depth: int, residual: Tensor | None = None
-    ) -> None:
+    def carry_out(self, tensor: Tensor, kind: Kind, collective: str, depth: int) -> None:
         """Sum a flat tensor over all ranks, in place, or run only the reduce-scatter or all-gather of this all-reduce.
 
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the number of chunks. After a
         reduce_scatter, each rank holds the sum of its own parts; an all_gather of the same collective, depth and wire
-        format completes the all-reduce. The rounding errors of this rank's additions are added to `residual`, in
-        float32; the sum of these residuals over all ranks is the error of the result. Returns when this rank has
-        finished its transfers and additions. Raises `RuntimeError` if a peer is gone, or does not respond within the
-        process group's timeout.
+        format completes the all-reduce. Returns when this rank has finished its transfers and additions. Raises
+        `RuntimeError` if a peer is gone, or does not respond within the process group's timeout.
         """
         algorithm, ranks = COLLECTIVES[collective], self._gloo.size()
         parts, (reduce, distribute) = algorithm.rounds(ranks).parts, steps(algorithm, self._gloo.rank(), ranks)
@@ -60,12 +56,9 @@ class Collectives:
             reduce = ()
         elif kind == "reduce_scatter":
             distribute = ()
-        chunks, residuals = (
-            [] if whole is None else [_part(whole, c, c + 1, depth) for c in range(depth)]
-            for whole in (tensor, residual)
-        )
+        chunks = [_part(tensor, c, c + 1, depth) for c in range(depth)]
         deadline = time.monotonic() + self._timeout_s
-        run = _MessageRun(self._gloo, chunks, residuals, parts, self._next_tag, deadline)
+        run = _MessageRun(self._gloo, chunks, parts, self._next_tag, deadline)
         self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
         run.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, parts))
 
@@ -84,10 +77,8 @@ class Collectives:
 class _MessageRun:
     """The transfers of one message. Round r of chunk c is called a *turn*."""
 
-    def __init__(
-        self, gloo: Any, chunks: list[Tensor], residuals: list[Tensor], parts: int, first_tag: int, deadline: float
-    ) -> None:
-        self._gloo, self._chunks, self._residuals, self._parts = gloo, chunks, residuals, parts
+    def __init__(self, gloo: Any, chunks: list[Tensor], parts: int, first_tag: int, deadline: float) -> None:
+        self._gloo, self._chunks, self._parts = gloo, chunks, parts
         self._first_tag, self._deadline = first_tag, deadline
         self._rounds: list[Step] = []
         self._sends: dict[tuple[int, int], list[Any]] = {}  # by round and chunk
@@ -135,19 +126,8 @@ class _MessageRun:
             self._wait_all(self._sends.pop((r, c)))
         for work, taken, into in self._receives.pop((r, c)):
             self._wait_all([work])
-            if into is not None and not self._residuals:
+            if into is not None:
                 self._place(c, taken).add_(into)
-            elif into is not None:
-                place = self._place(c, taken)
-                exact = place.float().add_(into)
-                place.copy_(exact)
-                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # 0 after an overflow
-                residual = _part(self._residuals[c], taken.start, taken.stop, self._parts)
-                residual.add_(rounded_off, alpha=1 / self._alike(r))
-
-    def _alike(self, r: int) -> int:
-        """Return how many ranks compute the same sums as this rank in round r; each swap of sums doubles the number."""
-        return 1 << sum(step.overwrites for step in self._rounds[: r + 1])
 
     def _wait_all(self, works: list[Any]) -> None:
         for work in works:

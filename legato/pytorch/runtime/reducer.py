@@ -33,9 +33,8 @@ class Reducer:
 
     If the reducer is `armed` when a backward pass begins, the pass sends gradients, and `ended()` is called after the
     pass. As in DDP, a forward pass arms the reducer (see `legato.pytorch.runtime.attached.attachment`). Under a sharded
-    plan, each rank runs a part of each step of the `optimizers`. With `error_feedback`, the errors of rounding to a
-    wire format are kept, and added to the gradients of the next step (Seide et al., Interspeech 2014). Raises
-    `PlanError` if the plan is for another model (`buckets.check_plan`).
+    plan, each rank runs a part of each step of the `optimizers`. Raises `PlanError` if the plan is for another
+    model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Reducer:
         *,
         gradient_as_bucket_view: bool = False,
         optimizers: Sequence[Optimizer] = (),
-        error_feedback: bool = False,
     ) -> None:
         self.plan, self.readers, self._ended = plan, readers, ended
         self.messages = Messages(connection)
@@ -63,9 +61,6 @@ class Reducer:
             )
         else:
             self.delivery = Shards(plan, self.slots, self.buckets, self.messages, readers, optimizers)
-        for bucket in self.buckets:
-            if error_feedback and bucket.message.wire and bucket.scattered is None:
-                bucket.residual = torch.zeros_like(bucket.buffer, dtype=torch.float32)
         self.armed = False  # whether the next backward pass sends
         #: Whether a gradient that a hook has dropped is absent; otherwise it counts as zeros, as in DDP.
         self.find_unused = False

@@ -27,7 +27,7 @@ from legato.pytorch.runtime.sharding.shards import check_shardable
 __all__ = ["attach", "attachment", "attachment_of", "find_ddp"]
 
 
-def attach(  # noqa: PLR0913
+def attach(
     model: nn.Module,
     optimizer: Any,
     plan: Plan | str | os.PathLike[str],
@@ -36,7 +36,6 @@ def attach(  # noqa: PLR0913
     process_group: Any = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
-    error_feedback: bool = False,
     current: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -72,9 +71,7 @@ def attach(  # noqa: PLR0913
         model = ddp = DistributedDataParallel(model, process_group=process_group, **options)
     found = attachment_of(ddp)
     if found is None:
-        found = Attachment(
-            ddp, plan, debug=debug, flight_dir=flight_dir, error_feedback=error_feedback, current=current
-        )
+        found = Attachment(ddp, plan, debug=debug, flight_dir=flight_dir, current=current)
     else:
         found.adopt(plan)
     found.manage(optimizer)

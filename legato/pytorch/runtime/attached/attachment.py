@@ -87,7 +87,6 @@ class Attachment:
         *,
         debug: bool | str | None = None,
         flight_dir: str | os.PathLike[str] | None = None,
-        error_feedback: bool = False,
         current: Sequence[str] = (),
     ) -> None:
         self.ddp: Any = ddp
@@ -110,7 +109,7 @@ class Attachment:
             self.reason = difference(describe_model(plan, self._parameters), self._group)
         if not self.reason:
             self._check(plan)
-        self._error_feedback, self._flight_dir = error_feedback, flight_dir
+        self._flight_dir = flight_dir
         self._optimizers: list[Optimizer] = []
         self._plan = plan
         #: The reducer that sends the plan's messages; None while DDP runs the passes.
@@ -643,7 +642,6 @@ class Attachment:
                 _weakly(self._pass_ended),
                 gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
                 optimizers=self._optimizers,
-                error_feedback=self._error_feedback,
             )
         reducer.messages.tracer = self._tracer
         reducer.find_unused = self.ddp.find_unused_parameters or self.ddp.static_graph

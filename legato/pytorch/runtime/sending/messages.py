@@ -87,7 +87,7 @@ class Messages:
         with gate.invisible():
             if self.connection.checks:
                 self.connection.checks.check(bucket, self.passes, self.forwards, self.watchdog)
-            bucket.work = self.connection.channel(bucket.buffer, bucket.message, bucket.residual)
+            bucket.work = self.connection.channel(bucket.buffer, bucket.message)
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
 

@@ -46,7 +46,7 @@ def _pack_part(part: BucketSlice, grad: Tensor | None, ranks: int) -> list[tuple
         if part.flag is not None and not part.slot.has_grad:
             part.flag.zero_()
     elif part.bucket.message.wire:
-        _round(part, grad, ranks)
+        part.view.copy_(part.of(grad)).div_(ranks)  # rounded as torch's communication hooks round
     elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
         torch.mul(part.of(grad), 1.0 / ranks, out=part.view)
     else:
@@ -67,20 +67,3 @@ def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) 
             bucket.buffer[:data].mul_(1.0 / ranks)
         else:
             multiply_all(views, 1.0 / ranks)
-
-
-def _round(part: BucketSlice, grad: Tensor, ranks: int) -> None:
-    """Pack a gradient in the bucket's wire format.
-
-    Without error feedback, the gradient is rounded as torch's communication hooks round it. With error feedback, what
-    earlier rounding removed is added to the gradient first.
-    """
-    residual = part.bucket.residual
-    if residual is None:
-        part.view.copy_(part.of(grad)).div_(ranks)
-        return
-    at = part.view.storage_offset() - part.bucket.buffer.storage_offset()
-    residual = residual.as_strided(part.view.shape, part.view.stride(), int(at))
-    residual.add_(part.of(grad), alpha=1.0 / ranks)
-    part.view.copy_(residual)
-    residual.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # error feedback does not make up for an overflow

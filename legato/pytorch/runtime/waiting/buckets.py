@@ -254,7 +254,6 @@ class Bucket:
     missing: int = 0  # the number of parameters whose gradients have not arrived yet
     arrived: list[Slot] = field(default_factory=list)  # slots with gradients that have arrived but are not packed
     waiting_bytes: int = 0  # the bytes of the gradients of `arrived`
-    residual: Tensor | None = None  # for each element of the buffer: what rounding has removed on this rank
     writable: bool = False  # whether its buffer can be written in this backward pass
     work: Any = None  # the collective in flight
 
@@ -271,7 +270,7 @@ class Bucket:
 
     def release(self) -> None:
         """Release the memory for good."""
-        self.buffer, self.flags, self.marks, self.residual = self.buffer.new_empty(0), None, None, None
+        self.buffer, self.flags, self.marks = self.buffer.new_empty(0), None, None
         self.slices, self.last_of, self.arrived = [], [], []
         self.scattered = self.gathered = self.work = None
 
