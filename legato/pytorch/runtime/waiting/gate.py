@@ -36,7 +36,18 @@ from legato.pytorch._private import (
 )
 from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, UPDATING, Slot
 
-__all__ = ["GatedParameter", "functions", "hide", "install", "invisible", "methods", "remove", "resolve", "slot_of"]
+__all__ = [
+    "GatedParameter",
+    "functions",
+    "hide",
+    "install",
+    "invisible",
+    "methods",
+    "remove",
+    "resolve",
+    "slot_of",
+    "with_current_values",
+]
 
 _GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
 _GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
@@ -232,6 +243,11 @@ class Constructors:
         self._users = 0
         self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None for an inherited attribute
 
+    @property
+    def in_use(self) -> bool:
+        """Return whether the functions are replaced."""
+        return self._users > 0
+
     def begin(self) -> None:
         """Replace the functions."""
         self._users += 1
@@ -240,7 +256,7 @@ class Constructors:
         for owner, names in self._names.items():
             for name in names:
                 self._before.append((owner, name, vars(owner).get(name)))
-                plain = _with_current_values(getattr(owner, name))
+                plain = with_current_values(getattr(owner, name))
                 setattr(owner, name, staticmethod(plain) if name in ("__new__", "_make_subclass") else plain)
 
     def end(self) -> None:
@@ -274,7 +290,9 @@ methods = Constructors({Tensor: ("__new__", "_make_subclass", "new_tensor", "new
 
 
 @cache
-def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a version of the function that brings its arguments up to date first. The version exists forever."""
+
     def construct(*args: Any, **kwargs: Any) -> Any:
         for parameter in _gated((args, kwargs)):
             resolve(parameter)

@@ -104,23 +104,36 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
 
 
 class _Imported:
-    """An object that tells whether a module outside torch has imported a given function by name.
+    """An object that tells whether the program holds one of torch's functions: a module, a closure, a list, a frame.
 
     The answer is looked up again when the number of references to the function changes.
     """
 
     def __init__(self, function: Any) -> None:
+        before = sys.getrefcount(function)
         self._function, self._references, self._found = function, 0, False
+        gate.with_current_values(function)
+        self._ours = sys.getrefcount(function) - before
 
     def __bool__(self) -> bool:
         if sys.getrefcount(self._function) != self._references:
-            referrers = [r for r in gc.get_referrers(self._function) if type(r) is dict and "__spec__" in r]
-            self._found = any(not str(r.get("__name__")).startswith("torch") for r in referrers)
+            if gate.functions.in_use:  # modules of torch hold replacements
+                return True
+            torchs = [r for r in gc.get_referrers(self._function) if self._is_torchs(r)]
+            known = sum(held is self._function for r in torchs for held in gc.get_referents(r))
+            del torchs
             self._references = sys.getrefcount(self._function)
+            self._found = self._references > self._ours + known + 1  # one reference is this call's
         return self._found
 
+    def _is_torchs(self, holder: Any) -> bool:
+        """Return whether a holder is a module of torch, or one of its tables, whose keys are hundreds of functions."""
+        if type(holder) is dict and "__spec__" in holder:
+            return str(holder.get("__name__")).partition(".")[0] == "torch"
+        return type(holder) in (dict, set) and len(holder) > 99 and self._function in holder
 
-#: `to_dlpack` gives a parameter's memory to other libraries. If a module has imported it by name, no gate notices.
+
+#: `to_dlpack` gives a parameter's memory to other libraries. No gate notices a call through a reference of the program.
 _to_dlpack = _Imported(getattr(torch.utils.dlpack, "to_dlpack"))  # noqa: B009
 
 

@@ -211,19 +211,24 @@ def test_gradients_of_one_rank(kind):
 
 
 @row(*AUTO)
-@pytest.mark.parametrize("imported", [False, True])
-def test_shown_to_others(kind, imported):
-    """`to_dlpack`, by the name in torch, or by one that was imported before legato had anything to do with it."""
+@pytest.mark.parametrize("holder", ["torch", "module", "frame", "default"])
+def test_shown_to_others(kind, holder):
+    """`to_dlpack`, by the name in torch, or held since before legato had anything to do with it."""
     model, seen = Dense(), []
     module = types.ModuleType("of_the_user")
-    if imported:
+    shows = None
+    if holder == "module":
         module.to_dlpack = torch.utils.dlpack.to_dlpack
+    if holder == "frame":
+        shows = torch.utils.dlpack.to_dlpack
+    if holder == "default":
+        exec("def to_dlpack(p, call=call): return call(p)", {"call": torch.utils.dlpack.to_dlpack}, vars(module))
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
     def show(o, _):
         o.step()
         for p in reversed(list(model.parameters())):
-            show = module.to_dlpack if imported else torch.utils.dlpack.to_dlpack
+            show = shows or getattr(module, "to_dlpack", None) or torch.utils.dlpack.to_dlpack
             seen.append(float(torch.utils.dlpack.from_dlpack(show(p)).sum()))
 
     train(wrapped, optimizer, STEPS, step=show)
