@@ -15,7 +15,6 @@ after each forward pass, to notice reads on another stream before the backward p
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -376,12 +375,17 @@ class Delivery:
                 slot.zero_after(slot.parameter)
 
     def _arrive(self, slots: Iterable[Slot]) -> None:
-        """Wait for averaged gradients, one message after another, and make each of them its parameter's `.grad`."""
-        for _, together in itertools.groupby(slots, lambda slot: slot.buckets[-1].index):
-            self._unpack(list(together))
+        """Wait for averaged gradients, one after another; unpack each of them with all that have arrived by then."""
+        together: list[Slot] = []
+        for slot in slots:
+            if together and not _arrived(slot):
+                self._unpack(together)
+                together = []
+            self._wait_for([slot])
+            together.append(slot)
+        self._unpack(together)
 
     def _unpack(self, slots: Sequence[Slot]) -> None:
-        self._wait_for(slots)
         grads, views = [], []
         with gate.invisible():
             self._receive(slots)
