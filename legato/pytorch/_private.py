@@ -65,6 +65,7 @@ __all__ = [
     "hooks_on",
     "ignored_parameters",
     "in_backward_pass",
+    "invisible",
     "is_compiled",
     "is_compiled_in_place",
     "is_joining",
@@ -76,7 +77,6 @@ __all__ = [
     "module_tables",
     "multiply_all",
     "new_gloo",
-    "no_gradients",
     "not_compiled",
     "note_step",
     "observe_step",
@@ -564,17 +564,27 @@ def on_backward_end(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-class no_gradients:
-    """A cheaper `torch.no_grad()`, which can be entered only once."""
+class invisible:
+    """A cheap context in which computation is invisible to the user's autograd graph, to gates and to dispatch modes.
 
-    __slots__ = ("_before",)
+    It can be entered only once.
+    """
+
+    __slots__ = ("_gradients", "_modes", "_overrides")
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
+        self._gradients, self._overrides, self._modes = torch.is_grad_enabled(), without_overrides(), None
         torch._C._set_grad_enabled(False)
+        self._overrides.__enter__()
+        if torch._C._len_torch_dispatch_stack():
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._before)
+        if self._modes is not None:
+            self._modes.__exit__(*error)
+        self._overrides.__exit__(*error)
+        torch._C._set_grad_enabled(self._gradients)
 
 
 def in_backward_pass() -> bool:

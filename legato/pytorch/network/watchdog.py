@@ -76,7 +76,7 @@ class Watchdog:
 
         [Note: NCCL] Without a timeout, NCCL's `wait` only orders streams and does not block, so it is called directly.
         """
-        if not self._waits_can_be_cut:
+        if not self._waits_can_be_cut or work.is_completed():
             work.wait()
             return
         try:

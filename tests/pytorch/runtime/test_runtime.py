@@ -12,7 +12,9 @@ import io
 import multiprocessing
 import os
 import random
+import sys
 import time
+from collections import Counter
 
 import msgspec
 import pytest
@@ -413,6 +415,42 @@ def test_updates_wait_until_they_are_read(mode):
         assert not torch.equal(model.head.weight, before) and type(model.head.weight) is nn.Parameter
 
     in_mode(mode, wait)
+
+
+class Many(nn.Module):
+    """A hundred tiny parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(4) for _ in range(100))
+
+    def forward(self):
+        return torch.stack([(p * p).sum() for p in self.parts]).sum()
+
+
+@on_ranks(2)
+def test_a_message_for_each_parameter_takes_few_calls():
+    """legato's functions are called at most 80 times for each parameter in a step, if all messages have arrived."""
+    model, calls = Many(), []
+    plan = Plan("each", tuple(Message((Slice(name, 0, 16),)) for name, _ in model.named_parameters()), True)
+    wrapped, optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+
+    def count(frame, event, _):
+        if event == "call" and "/legato/pytorch/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_qualname)
+
+    for _ in range(4):
+        calls.clear()
+        sys.setprofile(count)
+        optimizer.zero_grad()
+        wrapped().backward()
+        sys.setprofile(None)
+        while not all(bucket.has_arrived for bucket in attachment(wrapped).reducer.buckets):
+            time.sleep(0.001)
+        sys.setprofile(count)
+        optimizer.step()
+        sys.setprofile(None)
+    assert len(calls) <= 8000, Counter(calls).most_common(5)
 
 
 def leave(rank, directory):

@@ -38,7 +38,7 @@ from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate
-from legato.pytorch.runtime.waiting.buckets import EARLY, IDLE, PENDING, SENT, Bucket, Slot
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, SENT, Bucket, Slot
 from legato.pytorch.runtime.waiting.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held
 from legato.pytorch.runtime.waiting.update import Update, set_to_none, zeroing
 
@@ -131,9 +131,11 @@ class Delivery:
 
     def pack(self, bucket: Bucket) -> None:
         """Divide the gradients that have arrived by the number of ranks, and copy them to the bucket."""
-        if not bucket.writable:
-            self._prepare_buffer(bucket)
-        self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if slot.gradient != EARLY])
+        with gate.invisible():
+            if not bucket.writable:
+                self._prepare_buffer(bucket)
+            packed = packing.pack(bucket, self.messages.group.size())
+        self.packed(packed)
 
     def _prepare_buffer(self, bucket: Bucket) -> None:
         """Wait until the buffer can be written: a message with averages that nothing read may still be in flight."""

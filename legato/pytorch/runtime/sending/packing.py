@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from legato.pytorch._private import copy_all, multiply_all
-from legato.pytorch.runtime.waiting import gate
-from legato.pytorch.runtime.waiting.buckets import Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.waiting.buckets import ARRIVED, Bucket, BucketSlice, Slot
 
 __all__ = ["PACK_BYTES", "pack"]
 
@@ -24,19 +23,21 @@ PACK_BYTES = 2**20
 
 
 def pack(bucket: Bucket, ranks: int) -> list[Slot]:
-    """Pack a bucket's gradients that have arrived; return the parameters whose gradients are now all packed."""
+    """Pack a bucket's gradients that have arrived, under `invisible`; return those that are now packed completely.
+
+    An EARLY gradient is not returned.
+    """
     arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
     small: list[tuple[Tensor, Tensor]] = []  # views of the bucket, and their gradients
-    with gate.invisible():
-        for slot in arrived:
-            grad = slot.parameter.grad if slot.taken is None else slot.taken
-            for part in slot.parts[bucket.index]:
-                small += _pack_part(part, grad if slot.has_grad else None, ranks)
-            slot.to_pack -= 1
-            if not slot.to_pack:
-                slot.taken = None
-        _pack_small(bucket, small, ranks)
-    return [slot for slot in arrived if slot.has_grad and not slot.to_pack]
+    for slot in arrived:
+        grad = slot.parameter.grad if slot.taken is None else slot.taken
+        for part in slot.parts[bucket.index]:
+            small += _pack_part(part, grad if slot.has_grad else None, ranks)
+        slot.to_pack -= 1
+        if not slot.to_pack:
+            slot.taken = None
+    _pack_small(bucket, small, ranks)
+    return [slot for slot in arrived if slot.gradient == ARRIVED and not slot.to_pack]
 
 
 def _pack_part(part: BucketSlice, grad: Tensor | None, ranks: int) -> list[tuple[Tensor, Tensor]]:

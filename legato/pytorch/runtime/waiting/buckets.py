@@ -256,12 +256,12 @@ class Bucket:
     waiting_bytes: int = 0  # the bytes of the gradients of `arrived`
     writable: bool = False  # whether its buffer can be written in this backward pass
     work: Any = None  # the collective in flight
+    #: The name of the first tensor and the number of further tensors, for error messages and timelines.
+    label: str = field(init=False)
 
-    @property
-    def label(self) -> str:
-        """Return the name of the first tensor and the number of further tensors, for error messages and timelines."""
+    def __post_init__(self) -> None:
         slices = self.message.slices
-        return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
+        self.label = slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
     @property
     def has_arrived(self) -> bool:

@@ -26,14 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from legato.pytorch._private import (
-    PRIVATE_METADATA,
-    TRANSFORMS,
-    no_gradients,
-    scripted_as,
-    without_dispatch_modes,
-    without_overrides,
-)
+from legato.pytorch._private import PRIVATE_METADATA, TRANSFORMS, invisible, scripted_as, without_overrides
 from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = [
@@ -90,7 +83,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _METADATA:
-            for parameter in _gated((args, kwargs)):
+            for parameter in _gated((*args, *kwargs.values())):
                 slot = slot_of(parameter)
                 if slot is None:  # another thread has brought it up to date
                     continue
@@ -189,15 +182,14 @@ def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any
     return False
 
 
-def _gated(values: Any) -> Iterator[Any]:
-    if type(values) is GatedParameter:
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
+def _gated(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if type(value) is GatedParameter:
+            yield value
+        elif isinstance(value, (list, tuple)):
             yield from _gated(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _gated(value)
+        elif isinstance(value, dict):
+            yield from _gated(value.values())
 
 
 def install(
@@ -294,26 +286,9 @@ def with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of the function that brings its arguments up to date first. The version exists forever."""
 
     def construct(*args: Any, **kwargs: Any) -> Any:
-        for parameter in _gated((args, kwargs)):
+        for parameter in _gated((*args, *kwargs.values())):
             resolve(parameter)
         return function(*args, **kwargs)
 
     scripted_as(construct, function)
     return construct
-
-
-class invisible:
-    """A context in which computation is invisible to the user's autograd graph, to gates and to dispatch modes."""
-
-    __slots__ = ("_gradients", "_modes", "_overrides")
-
-    def __enter__(self) -> None:
-        self._gradients, self._overrides, self._modes = no_gradients(), without_overrides(), without_dispatch_modes()
-        self._gradients.__enter__()
-        self._overrides.__enter__()
-        self._modes.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._modes.__exit__(*error)
-        self._overrides.__exit__(*error)
-        self._gradients.__exit__(*error)
