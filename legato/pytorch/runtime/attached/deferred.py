@@ -99,7 +99,8 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
         try:
             if call.defers():
                 return call.loss
-            return call.plain(*call.args, **call.kwargs)  # this is compiled if the user has compiled it
+            loss = call.plain(*call.args, **call.kwargs)  # this is compiled if the user has compiled it
+            return loss if call.loss is None else call.loss
         finally:
             call.ends()
 
@@ -120,15 +121,16 @@ class _Step:
         self.args, self.kwargs, self.loss = args, kwargs, None
         self._closure = kwargs.get("closure", args[0] if args else None)
         odd = len(args) > 1 or bool(kwargs.keys() - {"closure"}) or not (before is None or counts_steps(before))
+        self._attached: list[Attached] = list(vars(optimizer)["_legato_attachments"])
         self._whole = (
-            odd
+            not self._attached
+            or odd
             or compiled
             or self._base.__name__ in _WHOLE
             or is_replaced(self._base)
             or has_step_hooks(optimizer)
             or _depends_on_others(optimizer, self._base)
         )
-        self._attached: list[Attached] = list(vars(optimizer)["_legato_attachments"])
 
     @not_compiled
     def defers(self) -> bool:

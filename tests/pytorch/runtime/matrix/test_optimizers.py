@@ -18,6 +18,7 @@ from support.training import (
     adam,
     build,
     distance,
+    first_passes,
     sgd,
     train,
     trained,
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from torch.optim import adam as adam_file
 
 from legato.pytorch import attachment
+from legato.pytorch.runtime.attached import deferred
 from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
 from legato.pytorch.runtime.waiting.gate import GatedParameter
 from legato.pytorch.runtime.waiting.readers import WATCHED
@@ -226,6 +228,25 @@ def test_closures(kind):
         waits.append(type(model.third.weight) is GatedParameter)
     assert waits == [kind == "legato" and i >= WATCHED - 1 for i in range(STEPS)]
     return wrapped
+
+
+@on_ranks(2)
+def test_step_returns_the_loss_of_its_closure_in_ddps_passes_too():
+    """Also after `detach()`, when it looks at no parameters any more."""
+    model = Dense()
+    with first_passes(2):
+        wrapped, optimizer = wrap("legato", model, adam(model.parameters()))
+
+    def closure():
+        loss = wrapped(torch.ones(1, 12)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    attachment(wrapped).detach()
+    with patch.object(deferred, "_depends_on_others") as looks:
+        assert optimizer.step(closure) > 0
+    assert not looks.called
 
 
 @row("views", "four ranks")
