@@ -286,7 +286,7 @@ def test_a_program_replaces_the_handler():
     with mock.patch.object(logger, "handlers", [mine]), redirected(said := io.StringIO()), hasty("plan"):
         wrapped, optimizer = made("auto", build("Attention"), "sgd")
         train(wrapped, optimizer, 10)
-        wrapped.module.third = nn.Linear(2, 2)
+        wrapped.module.norm = nn.LayerNorm(16)
         train(wrapped, optimizer, 1)
     assert said.getvalue() == ""
     expected = [("INFO", "2 steps are observed; then the network is measured, and plans are made and tried")]

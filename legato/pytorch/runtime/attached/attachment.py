@@ -192,8 +192,13 @@ class Attachment:
         """
         if self.reason:
             return
-        optimizer = innermost_optimizer(optimizer)
-        if said := difference(describe_optimizer(optimizer), self._group):
+        optimizer, mine = innermost_optimizer(optimizer), {id(p) for p in self._parameters.values()}
+        groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+        facts = {
+            "trained parameters of the optimizer": str(sum(id(p) in mine for group in groups for p in group["params"])),
+            "times that the optimizer was given": str(sum(optimizer is known for known in self._optimizers)),
+        }
+        if said := difference(describe_optimizer(optimizer) | facts, self._group):
             if self._plan.carrier != "ddp" and not self._observation[0]:
                 raise RankError(said)
             self._leave_to_ddp(said)
@@ -202,8 +207,7 @@ class Attachment:
         if not isinstance(optimizer, Optimizer) or not is_known(optimizer):
             self.warn(f"{type(optimizer).__name__} is not an optimizer of torch: its updates do not wait")
             return
-        mine = {id(p) for p in self._parameters.values()}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in mine for group in groups for p in group["params"]):
             self.warn(f"{type(optimizer).__name__} has none of the model's parameters: its updates do not wait")
             return
         if not any(optimizer is known for known in self._optimizers):
