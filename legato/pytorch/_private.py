@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
     _unregister_process_group,
     _world,
 )
+from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -65,6 +66,7 @@ __all__ = [
     "hooks_on",
     "ignored_parameters",
     "in_backward_pass",
+    "in_functional_call",
     "invisible",
     "is_compiled",
     "is_compiled_in_place",
@@ -697,6 +699,14 @@ def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
     """Return a module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not its submodules'."""
     return [getattr(module, f"_{kind}") for kind in kinds]
+
+
+def in_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` runs, which lends other parameters to a module."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_compiled(module: nn.Module) -> bool:

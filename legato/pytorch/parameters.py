@@ -117,7 +117,7 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class OwnHook(partial[Any]):
-    """A hook of legato's that runs after an addition to a gradient."""
+    """A hook of legato's that runs after an addition to a gradient, or one that runs hooks of the program there."""
 
 
 class ModuleFingerprint:
@@ -162,16 +162,19 @@ class ModuleFingerprint:
             if any(there.get(name) is not p for name, p, *_ in self._kinds):
                 return "the model has other parameters now"
             self._note_modules()
-        return self.hooked()
+        return ""
 
     def hooked(self) -> str:
-        """Describe hooks of the program that run after additions to gradients, as DDP's own do, or return ""."""
+        """Describe hooks of the program that run after additions to gradients, as DDP's own do, or return "".
+
+        Hooks that `hooks_last` has put in their places are left out.
+        """
         found = chain.from_iterable(hooks.values() for hooks in self._hooks.values())
         return "hooks run after additions to its gradients" if any(type(h) is not OwnHook for h in found) else ""
 
     @contextmanager
     def hooks_last(self) -> Iterator[None]:
-        """Let these hooks of the program run after the hooks that DDP registers in this context.
+        """Let such hooks of the program run after the hooks that DDP registers in this context.
 
         A node runs C++ hooks in the order of their registration, and all its Python hooks together, in the first one's
         place. So DDP gets new nodes. Call this when no hooks of legato's are left.
@@ -183,7 +186,8 @@ class ModuleFingerprint:
         yield
         for name in hooked.keys() & parameters:
             node = self._accumulators[name] = get_gradient_edge(parameters[name]).node
-            node.register_hook(partial(_run_all, hooked[name]))
+            node.register_hook(OwnHook(_run_all, hooked[name]))
+            self._hooks[name] = hooks_on(node)
 
     def accumulates(self) -> bool:
         """Return whether the running backward pass adds to the gradient of any parameter."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from legato.pytorch._private import leaves, on_backward_end, will_run
+from legato.pytorch._private import hooks_on, leaves, on_backward_end, will_run
 from legato.pytorch.parameters import OwnHook
 
 __all__ = ["Accumulator", "BackwardScope"]
@@ -40,6 +40,9 @@ class Accumulator:
         if frozen:
             parameter.requires_grad_(False)
         self._hooks = [self._node.register_prehook(before), self._node.register_hook(OwnHook(after))]
+        hooks: Any = hooks_on(self._node)
+        for key in list(hooks)[:-1]:  # as under DDP, hooks of the program on the node run later
+            hooks[key] = hooks.pop(key)
 
     @property
     def will_run(self) -> bool:

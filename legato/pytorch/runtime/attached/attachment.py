@@ -31,6 +31,7 @@ from legato.pytorch._private import (
     IdleReducer,
     drop_accumulator,
     has_builtin_hook,
+    in_functional_call,
     is_joining,
     not_compiled,
     own_feature,
@@ -98,6 +99,7 @@ class Attachment:
         self._kept = kept_gradients(ddp, self._parameters) if ddp.gradient_as_bucket_view else None
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
         self._idle.rebuild_now()
+        self._fingerprint = ModuleFingerprint(self.module)
         former = self._former_attachments()
         shared = any(other.module is not self.module for other in former)
         reason = "it has a parameter of another model" if shared else self._model_reason()
@@ -120,7 +122,6 @@ class Attachment:
         # The number of backward passes that sent, and how many of them `step()` followed on this rank.
         self._passes = self._steps = 0
         self._said: set[str] = set()
-        self._fingerprint = ModuleFingerprint(self.module)
         self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
         #: Observes the steps for `plan="auto"`, while DDP runs the passes; None otherwise.
         self.observer: StepObserver | None = None
@@ -389,7 +390,7 @@ class Attachment:
             return "optimizers step in the backward pass"
         if has_builtin_hook(self.ddp):
             return "it has a communication hook"
-        return ""
+        return self._fingerprint.hooked()
 
     def _pass_reason(self) -> str:
         """Return why legato cannot run the pass that begins; empty if nothing prevents it."""
@@ -399,7 +400,10 @@ class Attachment:
             return "it has another module"
         if feature := own_feature(self.ddp):
             return f"the model uses {feature}"
-        return self._fingerprint.difference()
+        late = self._idle.came_back and self.reducer is None  # DDP's own hooks would run after the program's
+        hooked = self._fingerprint.hooked() if late or self._shards is not None else ""
+        changed = self._fingerprint.difference()
+        return hooked if changed and in_functional_call() else changed or hooked
 
     def _former_attachments(self) -> list[Attachment]:
         """Return the attachments that the parameters already have.
@@ -546,13 +550,9 @@ class Attachment:
     def _leave_to_ddp(self, reason: str) -> None:
         """Leave all passes to DDP from now on."""
         lost = self._fingerprint.without_hooks()
+        if self._idle.came_back and self._fingerprint.hooked() and not self._idle.is_away:
+            self._idle.put_away()
         self._carry_out(None)
-        if self._idle.came_back and self._fingerprint.hooked() and self._ddps is not None:
-            self._ddps.close()
-            with self._fingerprint.hooks_last():
-                self._idle.put_away()
-                self._idle.bring_back()
-            self._ddps = self._watch_ddp()
         for parameter in lost:
             drop_accumulator(parameter)  # DDP's reducer registered new hooks when it came back
         self.reason, self.observer, self._tournament = reason, None, None
@@ -621,7 +621,8 @@ class Attachment:
             self._ddps.close()
         if plan is None:
             if self._idle.is_away:
-                self._idle.bring_back()
+                with self._fingerprint.hooks_last():
+                    self._idle.bring_back()
             self._ddps = self._watch_ddp()
         else:
             if not self._idle.is_away:

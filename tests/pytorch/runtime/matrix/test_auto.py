@@ -16,6 +16,7 @@ from support.rows import AUTO, SHARDED, row
 from support.training import Dense, adam, sgd, train, wrap
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
@@ -61,6 +62,22 @@ def test_optimizers_that_begin_to_step_in_the_backward_pass(kind, moment):
             seen.extend(p.grad.clone() for p in model.parameters())
         if i == moment:
             _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+
+    return train(wrapped, optimizer, STEPS, inner=inner), seen
+
+
+@row("auto plan")
+@pytest.mark.parametrize("moment", [0, 1, 10])
+def test_hooks_of_one_rank_on_the_nodes_of_gradients(kind, moment):
+    """They see this rank's own gradients."""
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def inner(model, _, i):
+        if i == moment and dist.get_rank() == 1:
+            for p in model.parameters():
+                node = torch.autograd.graph.get_gradient_edge(p).node
+                node.register_hook(lambda *_, p=p: seen.append(p.grad.clone()))
 
     return train(wrapped, optimizer, STEPS, inner=inner), seen
 
@@ -205,6 +222,21 @@ def test_gradients_of_one_rank(kind):
         if i > 3 and dist.get_rank() == i % 2:
             x = model.batch(torch.Generator().manual_seed(i))[0].requires_grad_()
             torch.autograd.grad(wrapped(x).sum(), x)
+        dist.barrier()
+
+    return train(wrapped, optimizer, STEPS, inner=look)
+
+
+@row(*AUTO, *SHARDED)
+def test_other_weights_of_one_rank(kind):
+    """One rank calls the model with other weights, with gradients, and DDP averages none of them."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def look(_, __, i):
+        if i > 3 and dist.get_rank() == i % 2:
+            x, _ = model.batch(torch.Generator().manual_seed(i))
+            functional_call(wrapped, {name: 2 * p.detach() for name, p in wrapped.named_parameters()}, x)
         dist.barrier()
 
     return train(wrapped, optimizer, STEPS, inner=look)
