@@ -128,18 +128,11 @@ def _failing(job, rng):
     hook.remove()
 
 
-def _evaluating(job, rng):
-    job.module.eval()
-    job.note("evaluated", torch.no_grad()(job.ddp)(job.probe()[0]))
-    job.module.train()
-
-
 #: Passes through the wrapped model that send nothing; what comes out is dropped.
 PASSES = {
     "forward": lambda job, rng: job.loss(),
-    "forward_without_gradients": lambda job, rng: torch.no_grad()(job.loss)(),
     "forward_in_no_sync": lambda job, rng: job.ddp.no_sync()(job.loss)(),
-    "unsent": _unsent, "failing": _failing, "evaluating": _evaluating,
+    "unsent": _unsent, "failing": _failing,
 }  # fmt: skip
 
 
@@ -247,7 +240,7 @@ ON_ALL = {
     "backward_raises", "closures", "joined", "static_graph", "find_unused_parameters", "skip_all_reduce_unused_params",
     "broadcast_buffers_off", "init_sync_off", "communication_hook", "frozen_part", "pruned", "tied_midway",
     "two_models_one_optimizer", "second_model_in_turns", "copied_midway", "wrapped_again", "copied_with_optimizers",
-    "optimizer_copied_midway", "lone_forward", "moved_and_back", "two_optimizers", "overlapping_optimizers",
+    "optimizer_copied_midway", "lone_forward", "moved_and_back", "reloaded", "two_optimizers", "overlapping_optimizers",
     "optimizer_of_each",
 }  # fmt: skip
 
@@ -266,6 +259,8 @@ def on_part(job, rng, name):
         HABITS["other"][name](job, rng)
 
 
+#: What is drawn as often as habits that only some ranks have.
+OFTEN = ["skipped_steps", "stepped_twice", "step_raises", "accumulated", "lost_forward"]
 SOME = [*HABITS["alone"], *(name for name in HABITS["other"] if name not in ON_ALL)]
 PART = [name for name in HABITS["other"] if name not in COLLECTIVES]
 HABITS["some"] |= {f"{name}@some": functools.partial(on_some, name=name) for name in SOME}
@@ -282,7 +277,7 @@ FORWARDS = {f"{name}@some" for name in (
 )}  # fmt: skip
 SECOND = {"mesh", "second_model_in_turns", "two_models_one_optimizer"}
 #: What DDP cannot do on a part of the ranks, whose copies are on all.
-ON_A_PART = COLLECTIVES | {"copied_midway", "copied_with_optimizers", "averages", "averages@some"}
+ON_A_PART = COLLECTIVES | {"copied_midway", "copied_with_optimizers", "averages"}
 #: {habit: what DDP, or the program, cannot do with it}
 APART = {
     **dict.fromkeys(["convolutional", "weight_normed", "conditional", "partial"], FORWARDS),
@@ -312,14 +307,14 @@ def drawn(seed, auto=False, really=False, without=()):
     ways = ["", "", "", "in_parts", "in_parts", "idle_part", *["mesh"] * (size == 4)]
     names = [of, by, *["real"] * really, rng.choice(ways)]
     names += [name for name in ("group_made", "one_updates") if rng.random() < 0.2]
-    names += [f"{name}@some" for name in rng.sample(list(HABITS["alone"]), rng.randint(0, 2))]
+    names += [f"{name}@some" for name in rng.sample([*HABITS["alone"], *OFTEN], rng.randint(0, 2))]
     names += [f"{name}@some" for name in rng.sample(some, rng.randint(1, 3))]
     names += [f"{name}@part" for name in rng.sample(part, rng.randint(0, 2)) if {"in_parts", "mesh"} & {*names}]
     names += rng.sample(usual, rng.randint(0, 2))
     names = [name for name in dict.fromkeys(names) if name and name.partition("@")[0] not in without]
     for name in list(names):
         apart = APART.get(name.removesuffix("@part"), ()) if name in names else ()
-        names = [other for other in names if other.removesuffix("@part") not in apart]
+        names = [other for other in names if not {other, other.partition("@")[0]} & {*apart}]
     return names
 
 
@@ -329,7 +324,8 @@ def run(seed, names, kind, *options):
         if dist.get_world_size() > 2:
             stack.enter_context(patch.object(DDP, "__init__", exactly(DDP.__init__)))
         if "real" in names:
-            stack.enter_context(patch.multiple(programs, drawn_decisions=real_decisions, late_messages=real_messages))
+            in_time = lambda seed: contextlib.nullcontext([])  # noqa: E731
+            stack.enter_context(patch.multiple(programs, drawn_decisions=real_decisions, late_messages=in_time))
         return programs.run(seed, names, kind, *options)
 
 
@@ -338,15 +334,17 @@ def exactly(init):
 
     @functools.wraps(init)
     def exact(ddp, module, *arguments, process_group=None, **options):
-        unit = dist.get_world_size(process_group) * 2.0**-14
+        ranks = dist.get_world_size(process_group)
+        unit = ranks * 2.0**-14
 
+        @torch.no_grad()
         def round_off(p):
             rounded = (p.grad / unit).round().clamp(-(2**19), 2**19) * unit
             p.grad.copy_(torch.where(p.grad.isfinite(), rounded, p.grad))
 
-        for p in module.parameters() if unit > 2 * 2.0**-14 else ():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: torch.no_grad()(round_off)(p))
+        for p in module.parameters():
+            if p.requires_grad and ranks > 2:
+                p.register_post_accumulate_grad_hook(round_off)
         init(ddp, module, *arguments, process_group=process_group, **options)
 
     return exact
@@ -359,10 +357,6 @@ def real_decisions(job):
 
     with patch.multiple(legato.auto, calibrate=_calibrated_once, _planned=_planned_here):
         yield
-
-
-def real_messages(seed):
-    return contextlib.nullcontext([])
 
 
 class Pool(programs.Pool):

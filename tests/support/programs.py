@@ -2329,7 +2329,8 @@ class Pool:
                 if results[rank] is None and pipe.poll(0.005):
                     results[rank] = self._received(pipe)
                     if results[rank]["error"]:
-                        patience = min(patience, time.monotonic() + AFTER_A_FAILURE_S)
+                        # what DDP refuses on one rank is refused
+                        patience = min(patience, time.monotonic() + AFTER_A_FAILURE_S * (kind != "ddp"))
         self._runs += 1
         ranks = [process.pid for process in self._ranks._processes]
         results = [r or self._lost("hangs", self._place(rank)) for r, rank in zip(results, ranks, strict=True)]
