@@ -248,7 +248,7 @@ class Delivery:
             elif slot.stage == SENT:
                 self._read_gradient(slot)
             elif slot.stage == PENDING:
-                if not _arrived(slot):
+                if not slot.buckets[-1].has_arrived:
                     self._update(self._take_pending(-1))
                 self._update(self._take_pending(slot.buckets[-1].index))
 
@@ -331,7 +331,7 @@ class Delivery:
     def _take_pending(self, last: int) -> list[Slot]:
         """Take parameters from the queue, until one needs a bucket after `last` and its gradient has not arrived."""
         taken = []
-        while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
+        while self.pending and ((end := self.pending[0].buckets[-1]).index <= last or end.has_arrived):
             taken.append(self.pending.popleft())
         return [slot for slot in taken if slot.stage == PENDING]
 
@@ -380,7 +380,7 @@ class Delivery:
         """Wait for averaged gradients, one after another; unpack each of them with all that have arrived by then."""
         together: list[Slot] = []
         for slot in slots:
-            if together and not _arrived(slot):
+            if together and not slot.buckets[-1].has_arrived:
                 self._unpack(together)
                 together = []
             self._wait_for([slot])
@@ -431,7 +431,3 @@ class Delivery:
         for slot in slots:
             for bucket in slot.buckets:
                 self.messages.wait(bucket)
-
-
-def _arrived(slot: Slot) -> bool:
-    return all(bucket.has_arrived for bucket in slot.buckets)

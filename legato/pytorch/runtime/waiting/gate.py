@@ -152,7 +152,7 @@ def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
 
 def slot_of(parameter: GatedParameter) -> Slot | None:
     """Return the slot of a parameter with a gate; None if another thread has just removed the gate."""
-    return cast(Slot | None, vars(parameter).get("_legato_gate", (None,))[0])
+    return cast("Slot | None", vars(parameter).get("_legato_gate", (None,))[0])
 
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
