@@ -189,6 +189,10 @@ class ModuleFingerprint:
             node.register_hook(OwnHook(_run_all, hooked[name]))
             self._hooks[name] = hooks_on(node)
 
+    def keep_nodes(self) -> None:
+        """Let `hooks_last` replace no nodes from now on, because another DDP has its hooks on them."""
+        self._hooks.clear()
+
     def accumulates(self) -> bool:
         """Return whether the running backward pass adds to the gradient of any parameter."""
         return any(map(will_run, self._accumulators.values()))

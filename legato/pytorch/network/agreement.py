@@ -72,7 +72,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, str]:
     """
     facts = {"optimizer": "none" if optimizer is None else type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups if isinstance(optimizer, Optimizer) else ()):
-        own = {k: group[k] for k in optimizer.defaults if k in group}
+        own = {k: group[k] for k in getattr(optimizer, "defaults", {}) if k in group}
         settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
         known = {k: v for k, v in sorted(settings.items()) if isinstance(v, (bool, int, float, str, tuple, list))}
         facts[f"group {i} of the optimizer"] = f"{count(len(group['params']), 'parameter')}, {known}"

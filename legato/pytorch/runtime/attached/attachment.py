@@ -304,6 +304,7 @@ class Attachment:
     def _end(self) -> None:
         """Detach from the model now, because a new DDP around the same model owns the gradients."""
         self.is_detached, self._kept = True, None
+        self._fingerprint.keep_nodes()
         self._carry_out(None)
         self._rest(at_once=True)
 
