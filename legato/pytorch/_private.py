@@ -95,6 +95,7 @@ __all__ = [
     "steps_in_backward",
     "storage_id",
     "tensor_without_memory",
+    "uncompiled",
     "unhooked_step",
     "uses",
     "version_of",
@@ -109,9 +110,16 @@ _log = logging.getLogger("legato")
 
 # ---- dispatch, overrides, compilation ---------------------------------------------------
 
-#: A decorator that keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo
-#: right away (1 s).
+#: A decorator that keeps dynamo from compiling a function, and all that it calls. `torch.compiler.disable` does the
+#: same, but imports dynamo right away (1 s).
 not_compiled: Any = torch._disable_dynamo
+
+
+@not_compiled
+def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """Call `call(*args)`, and let dynamo compile nothing in it."""
+    return call(*args)
+
 
 #: A context in which `__torch_function__` of tensor subclasses is not called. (torch documents it, but only under
 #: `torch._C`.)
@@ -138,11 +146,10 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if started in callback_handler.start_callbacks:  # `torch.compiler.reset()` removes all callbacks
-            callback_handler.remove_start_callback(started)
+        # This makes a new list, because dynamo may be calling the functions in the old one.
+        callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c is not started]
 
 
-@not_compiled(recursive=False)
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
     """Return whether dynamo compiles the module whose forward hook is running; `frame` is the hook's frame.
 
@@ -196,12 +203,13 @@ def compiles_two_ways(
 
     If `ours()` returns True, the result of `compile_graph(backend, graph, inputs)` runs, otherwise the result of
     `DDPOptimizer`, as usual. Only graphs for `inductor` and `aot_eager` are compiled in two ways. Nothing changes for
-    graphs that dynamo has compiled before, or in passes without gradients.
+    graphs that dynamo has compiled before, or in passes without gradients. No function of legato's own is compiled.
 
     Returns a function that ends the second way of compiling. The second way also ends when nothing refers to the
     returned function any more.
     """
     _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
+    _skip_own_functions()
     way = _SecondWay(compile_graph, ours)
     _second_ways[ddp] = weakref.ref(way)
     return way.end
@@ -227,6 +235,14 @@ def _active_way() -> _SecondWay | None:
     reference = _second_ways.get(active) if isinstance(active, nn.Module) else None
     way = None if reference is None else reference()
     return None if way is None or way.ended else way
+
+
+@functools.cache
+def _skip_own_functions() -> None:
+    """Keep dynamo from compiling any function in `legato.pytorch`. dynamo still compiles others that these call."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("legato.pytorch")
 
 
 @functools.cache
@@ -563,7 +579,7 @@ def operator_schema(func: Any) -> Any:
 
 def on_backward_end(call: Callable[[], None]) -> None:
     """Call `call()` when the running backward pass ends (DDP finalizes its buckets in the same way)."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(uncompiled, call))
 
 
 class invisible:
@@ -762,9 +778,9 @@ def without_step_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Return the `step` of an optimizer's class without torch's wrapper, which runs hooks and profiles."""
+    """Return the `step` of an optimizer's class, not compiled, and without torch's wrapper for hooks and profiles."""
     step: Any = base.step
-    return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
+    return functools.partial(uncompiled, step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
 #: The code object of every `step` in torch: all of them are wrapped in the same function, which runs hooks.
@@ -1004,7 +1020,6 @@ class SilentForward:
         self._ddp = ddp
         self._sends = self._completed = False
 
-        @not_compiled(recursive=False)
         def run(*args: Any, **kwargs: Any) -> Any:
             ddp.require_backward_grad_sync = self._sends
             module_begins()

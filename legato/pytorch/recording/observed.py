@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor, Workload
+from legato.pytorch._private import on_compilation
 from legato.pytorch.device import clock_for
 from legato.pytorch.recording.capture import to_workload
 from legato.pytorch.recording.recorder import RecordedStep
@@ -77,7 +79,7 @@ class StepObserver:
             for m in module.modules()
             if (found := [names[id(p)] for p in m.parameters(recurse=False) if id(p) in names])
         }
-        self._hook: Any = None
+        self._watch = ExitStack()
         self._step: _Step | None = None
         self._steps: list[_Step] = []
 
@@ -86,13 +88,12 @@ class StepObserver:
         self.step_ended()
         self._step = _Step(self._clock.now())
         if not self._compiled:
-            self._hook = register_module_forward_pre_hook(self._module_begins)
+            self._watch.callback(register_module_forward_pre_hook(self._module_begins).remove)
+            self._watch.enter_context(on_compilation(self._watch.close))  # dynamo would compile the hook
 
     def forward_ended(self) -> None:
         """Record that the forward pass has ended, with or without an error."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._watch.close()
 
     def backward_begins(self) -> None:
         """Record that the first gradient is about to be computed."""
@@ -122,8 +123,6 @@ class StepObserver:
             self._steps.append(step)
 
     def _module_begins(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # dynamo evaluates this as a constant, so it does not trace the rest
-            return
         if self._step is not None and (names := self._read_by.get(id(module))):
             now = self._clock.now()
             for name in names:

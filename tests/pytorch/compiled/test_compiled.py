@@ -1,6 +1,7 @@
 """Compiled models: messages leave while the backward graph runs, and weights are DDP's bit for bit on two ranks."""
 
 import functools
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.automatic import short_tournaments
 from support.ranks import on_ranks
-from support.rows import in_mode, row
+from support.rows import AUTO, in_mode, row
 from support.strategies import shuffled
 from support.training import (
     STEPS,
@@ -25,8 +26,10 @@ from support.training import (
     wrap,
 )
 from torch import nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.nn import functional as F
 
+import legato
 from legato.auto import distribute
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
@@ -90,6 +93,17 @@ class Broken(Layers):
         x = self.layers[1](torch.tanh(self.layers[0](x)))
         torch._dynamo.graph_break()
         return self.head(self.layers[2](torch.tanh(self.layers[0](x))))
+
+
+class Inside(Layers):
+    """An eager forward pass that calls a compiled function, which has to be one graph."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.body = torch.compile(lambda x: self.layers[1](self.layers[0](x)), backend="aot_eager", fullgraph=True)
+
+    def forward(self, x):
+        return self.head(self.body(x))
 
 
 class Shapes(Layers):
@@ -314,6 +328,12 @@ def test_a_broken_graph(kind):
     return trained(kind, compiled(Broken()), adam)
 
 
+@row(*AUTO)
+def test_a_function_that_is_one_graph(kind):
+    torch._dynamo.reset()
+    return trained(kind, Inside(), adam)
+
+
 @row()
 def test_shapes(kind):
     return trained(kind, compiled(Shapes()), adam)
@@ -398,18 +418,55 @@ def test_hooks_that_come_and_go(kind):
     return trained(kind, model, sgd, inner=change)
 
 
-@row()
-def test_told_to_be_eager(kind):
-    """`torch.compiler.set_stance` from the sixth step on, when updates wait."""
+@row(*AUTO)
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_told_not_to_compile(kind, in_place, stance):
+    """`torch.compiler.set_stance` from the sixth step on, when updates wait or plans take turns."""
+    model = compiled(Layers()) if in_place else Layers()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    run = wrapped if in_place else torch.compile(wrapped, backend="aot_eager")
 
     def tell(model, optimizer, i):
         if i == 5:
-            torch.compiler.set_stance("force_eager")
+            torch.compiler.set_stance(stance)
 
     try:
-        return trained(kind, compiled(Layers()), adam, inner=tell)
+        return train(wrapped, optimizer, 20, inner=tell, loss_of=lambda x, y: F.cross_entropy(run(x), y))
     finally:
         torch.compiler.set_stance("default")
+
+
+@row(*AUTO)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("what", ["forward", "passes", "step"])
+def test_compiled_steps(kind, what, backend):
+    """A forward pass, a forward and a backward pass, or a whole step is compiled, and no function of legato's is."""
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    model = Layers(2)
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+
+    def forward(x, y):
+        return F.cross_entropy(wrapped(x), y)
+
+    def passes(x, y):
+        optimizer.zero_grad()
+        functions["forward"](x, y).backward()
+
+    def step(x, y):
+        functions["passes"](x, y)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    functions = {"forward": forward, "passes": passes, "step": step}
+    functions[what] = torch.compile(functions[what], backend=backend)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(20):
+        functions["step"](*model.batch(generator))
+    files = [str(metrics.co_filename) for metrics in get_compilation_metrics()]
+    assert __file__ in files and not [f for f in files if f.startswith(os.path.dirname(legato.__file__))]
+    return wrapped
 
 
 @row()

@@ -33,7 +33,6 @@ from legato.pytorch._private import (
     has_builtin_hook,
     in_functional_call,
     is_joining,
-    not_compiled,
     own_feature,
     steps_in_backward,
 )
@@ -683,7 +682,6 @@ class Attachment:
 
     # ---- forward passes ----------------------------------------------------------------
 
-    @not_compiled
     def _forward_begins(self, compiled: str, _: Any) -> None:
         """Prepare a forward pass; `compiled` says whether dynamo compiles it."""
         if self._forward.running:
@@ -726,7 +724,6 @@ class Attachment:
         self._idle.put_away()
         return True
 
-    @not_compiled
     def _forward_ended(self, _: str, output: Any) -> None:
         """Record that a forward pass has returned."""
         if self._ddps is not None:
@@ -734,7 +731,6 @@ class Attachment:
         if self._forward.running and not self._nested:
             self._forward.end(output)
 
-    @not_compiled
     def _forward_failed(self, *_: Any) -> None:
         """Clean up after any forward pass; if the pass has not ended by now, it has raised an exception."""
         if self._ddps is not None:

@@ -93,7 +93,6 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
     """Return the new `step` of an optimizer. `before` is a `step` that was set on the instance before, or None."""
 
     @wraps(base.step)
-    @not_compiled(recursive=False)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         call = _Step(self, before, runs_compiled(), args, kwargs)
         try:
@@ -174,7 +173,6 @@ class _Step:
         for attachment in self._attached:
             attachment.updates_begin()
 
-    @not_compiled
     def ends(self) -> None:
         """Tell the attachments that the step has ended."""
         for attachment in self._attached:

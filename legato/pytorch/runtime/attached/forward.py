@@ -21,8 +21,8 @@ from legato.pytorch._private import (
     is_compiled,
     is_left_to_eager_mode,
     is_whole_frame,
-    not_compiled,
     on_compilation,
+    uncompiled,
 )
 from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.parameters import ModuleFingerprint
@@ -117,7 +117,6 @@ class ForwardPasses:
         self._silent.end()
         GraphSender(reducer).show_gates()
 
-    @not_compiled
     def _module_begins(self) -> None:
         """Start watching reads; DDP is about to call its module."""
         assert self._reducer is not None
@@ -126,7 +125,6 @@ class ForwardPasses:
         elif self._module.training:
             self._scope.enter_context(self._reducer.watch())
 
-    @not_compiled
     def _module_ends(self, completed: bool) -> None:
         """Stop watching reads; DDP's module has returned, or has raised an exception."""
         if completed:
@@ -161,9 +159,8 @@ class Hook:
     def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:
         self._call, self.attachment = call, attachment
 
-    @not_compiled(recursive=False)
     def __call__(self, _: nn.Module, args: Any, output: Any = None) -> None:
-        self._call(compiled_by(sys._getframe()), output)
+        uncompiled(self._call, compiled_by(sys._getframe()), output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return no_hook

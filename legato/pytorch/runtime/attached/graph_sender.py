@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from legato.pytorch._private import has_gradient_hooks, not_compiled
+from legato.pytorch._private import has_gradient_hooks
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import AWAITED, EARLY, IDLE, PENDING, Slot
@@ -83,7 +83,6 @@ class GraphSender:
             return -1
         return slot.buckets[-1].index
 
-    @not_compiled
     def update(self, parameter: nn.Parameter) -> None:
         """Bring a parameter up to date, even if it has no gate that would do this at the next read."""
         slot = self._slot(parameter)

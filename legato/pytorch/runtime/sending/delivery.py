@@ -26,14 +26,7 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch._private import (
-    copy_all,
-    memory_uses,
-    not_compiled,
-    on_compilation,
-    outside_transforms,
-    without_overrides,
-)
+from legato.pytorch._private import copy_all, memory_uses, on_compilation, outside_transforms, without_overrides
 from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
@@ -231,7 +224,6 @@ class Delivery:
 
     # ---- reads -----------------------------------------------------------------------
 
-    @not_compiled
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 
