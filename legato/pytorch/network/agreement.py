@@ -122,8 +122,8 @@ def unique_name(group: Any) -> str:
 def told_at_the_store(problem: str, group: Any, name: str, watchdog: Watchdog, limit_s: float) -> str:
     """Return what `first_said` returns, but wait at the store, so that no collective waits for a rank that is slow.
 
-    `name` must be the same on all ranks, and unlike that of every other call. Raises `RankError` if the `watchdog`
-    hears that a rank has failed, or if a rank does not make this call within `limit_s` seconds.
+    `name` must be the same on all ranks, and another one in each call. Raises `RankError` if the `watchdog` hears that
+    a rank has failed, or if a rank does not make this call within `limit_s` seconds.
     """
     store, ranks, until = (
         PrefixStore(f"legato/{name}", default_store()),
