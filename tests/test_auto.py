@@ -1,6 +1,7 @@
 """`plan="auto"`: the plan comes from the training's own first steps, none lost or run twice."""
 
 import io
+import itertools
 import re
 from contextlib import redirect_stderr
 
@@ -120,6 +121,13 @@ def test_every_way_to_train(loop):
     plans, hooks, measured = automatic("Convolutional", loop=loop)
     assert hooks == 0 and len(measured) > 2
     assert gathered(plans) == [plans] * 2  # the same plan in every pass
+
+
+@on_ranks(2)
+def test_a_step_of_the_tournament_has_all_its_backward_passes():
+    plans, _, _ = automatic("Convolutional", loop=accumulating_averages)
+    turns = [len(list(same)) for _, same in itertools.groupby(plans[OBSERVED - 1 :])]
+    assert len(turns) > 3 and all(passes % 3 == 0 for passes in turns[:-1])
 
 
 @on_ranks(2)

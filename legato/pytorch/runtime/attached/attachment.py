@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -118,8 +119,8 @@ class Attachment:
         self._objection = ""  # what this rank has found against legato's passes, and tells the other ranks later
         self._objected = False  # whether any rank has found something during the last turn of a tournament
         self._stepped = False  # whether an optimizer's `step()` was called since the last backward pass that sent
-        # The number of backward passes that sent, and how many of them `step()` followed on this rank.
-        self._passes = self._steps = 0
+        # The number of backward passes that sent, the number until the last `step()` on this rank, and of these steps.
+        self._passes = self._passes_until_step = self._steps = 0
         self._said: set[str] = set()
         self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
         #: Observes the steps for `plan="auto"`, while DDP runs the passes; None otherwise.
@@ -270,8 +271,9 @@ class Attachment:
             return
         clock = clock_for(self._device)
         # Some ranks may leave out steps, or have no optimizer.
-        steps = max(steps for (steps,) in self._gather_numbers([self._steps]))
-        self._passes_of_step = int(self._passes // steps) if steps else 1
+        mine = max(1, self._passes_until_step // self._steps) if self._steps else math.inf
+        least = min(passes for (passes,) in self._gather_numbers([mine]))
+        self._passes_of_step = int(least) if math.isfinite(least) else 1
         self._tournament = Tournament(plans, self._gather_turn, clock)
         self._plan = self._tournament.plan
         self._end_tournament()
@@ -454,7 +456,9 @@ class Attachment:
 
         As under DDP, one rank alone may run forward passes, but not a backward pass that sends.
         """
-        self._passes, self._steps, self._stepped = self._passes + 1, self._steps + self._stepped, False
+        if self._stepped:
+            self._passes_until_step, self._steps, self._stepped = self._passes, self._steps + 1, False
+        self._passes += 1
         if self._ddps is not None:
             self._pass_of_ddp_ended(self._ddps)
         if self.reason and self.reducer is not None:
