@@ -258,9 +258,9 @@ def _prepare(mode, first_passes):
         channel._last = channel._queue(lambda: (time.sleep(LATE_S), channel._carry_out(None, None, *launched)))
         return channel._last
 
-    def noted(channel, buffer, message, residual=None):
+    def noted(channel, buffer, message):
         sent.append(message)
-        return (late if mode == "overlapped" else launch)(channel, buffer, message, residual)
+        return (late if mode == "overlapped" else launch)(channel, buffer, message)
 
     _GlooChannel.__call__ = noted
     if mode == "hasty":
