@@ -70,7 +70,7 @@ def test_when_one_worker_fails_the_others_are_ended(tmp_path, worker, end, said)
 
 @needs_hosts
 def test_ctrl_c_ends_all(tmp_path, worker):
-    worker(WORKER + "print(os.getpid(), file=sys.stderr, flush=True)\ntell(1)\ntime.sleep(600)\n")
+    worker(WORKER + "os.write(2, b'%d\\n' % os.getpid())\ntell(1)\ntime.sleep(600)\n")  # in one piece
     code = (
         "from pathlib import Path; from legato.testbed.launch import run_workers\n"
         f"run_workers(['toy_worker'], 2, Path({str(tmp_path / 'log')!r}), lambda *n: print(n, flush=True), 1e9)"
