@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import random
 import runpy
 import signal
 import socket
@@ -58,9 +59,12 @@ def gathered(value):
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port of this machine, below those that the system gives to whoever asks for any: nobody takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(rank, size, port, backend, pipe):
