@@ -50,7 +50,8 @@ class Reducer:
     ) -> None:
         self.plan, self.readers, self._ended = plan, readers, ended
         self.messages = Messages(connection)
-        number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
+        owners = optimizers if plan.shard != "none" else ()  # otherwise a rank's own optimizer would change messages
+        number = {id(p): i for i, o in enumerate(owners) for g in o.param_groups for p in g["params"]}
         ranks = connection.group.size()
         self.slots, self.buckets = make_buckets(plan, parameters, ranks, lambda p: number.get(id(p), -1))
         #: The object that brings averages to the parameters.

@@ -94,6 +94,28 @@ def test_an_optimizer_of_one_rank_alone(given):
     assert ours.reason == ("rank 1: optimizer: none here, Adam on rank 0" if given else "")
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [4, 15, 24])
+def test_parameters_that_one_rank_gives_its_optimizer_earlier(moment):
+    """Messages carry the same tensors on both ranks, whichever of them a rank updates meanwhile."""
+
+    def run(kind):
+        model = build("Attention")
+        *most, last = model.parameters()
+        optimizer, wrapped = OPTIMIZERS["momentum"](most), DDP(model)
+        if kind == "auto":
+            legato.distribute(wrapped, optimizer)
+
+        def step(_, i):
+            optimizer.step()
+            if i == on(1, moment, moment + 3):
+                optimizer.add_param_group({"params": [last]})
+
+        return train(wrapped, optimizer, DECIDED, step=step)
+
+    assert len(attachment(as_by_ddp(run)).tournament) > 2
+
+
 # ---- models of one rank alone ---------------------------------------------------------------
 
 
