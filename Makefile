@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: dist release install demo test test-all check pytest pytest-all test-torch durations coverage lint docs linkcheck clean
+.PHONY: dist release install demo test test-lab test-all check pytest pytest-all test-torch durations coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -24,6 +24,10 @@ ALL := -n 3 --hypothesis-profile=usual
 # What can break while you work: about five minutes on two cores.
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
+
+# The lab, when it changes: what stands in legato/lab.
+test-lab: .venv/compiled .venv/late
+	$(PYTEST) $(ALL) $(PYTEST_OPTIONS) tests/lab
 
 # Everything, as CI runs it every night: about half an hour.
 test-all: install
@@ -50,7 +54,7 @@ check: install
 	touch $@
 
 pytest: .venv/compiled .venv/late
-	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
+	$(PYTEST) -m "not slow" --ignore=tests/lab $(PYTEST_OPTIONS)
 
 pytest-all: .venv/compiled .venv/late
 	$(PYTEST) $(ALL) $(PYTEST_OPTIONS)
@@ -62,7 +66,7 @@ OTHER := .venv-torch-$(TORCH)
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" $(if $(filter newest,$(TORCH)),--upgrade torch,torch==$(TORCH))
-	$(OTHER)/bin/pytest --dist loadscope $(ALL) $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
+	$(OTHER)/bin/pytest --dist loadscope $(ALL) $(PYTEST_OPTIONS) tests/pytorch tests/lab/servers tests/test_auto.py
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks

@@ -25,9 +25,9 @@ from schedulers import random_grid, zoo_grid
 
 from legato.core.cluster import Cluster
 from legato.core.workload import Workload
+from legato.lab.testbed.graphs import with_nodes
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
-from legato.testbed.graphs import with_nodes
 
 Cell = tuple[Workload, Cluster, dict[str, Any]]
 SEARCH = "legato.schedule.search."

@@ -34,11 +34,11 @@ import legato
 from legato.core import files
 from legato.core.plan import Plan
 from legato.core.quantities import parse_bandwidth
-from legato.demo.models import Training, gpt2, resnet50
+from legato.lab.demo.models import Training, gpt2, resnet50
+from legato.lab.testbed.launch import run_workers
+from legato.lab.testbed.rank import gloo_rank
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
-from legato.testbed.launch import run_workers
-from legato.testbed.rank import gloo_rank
 
 BLOCK_S = 0.4
 #: Limits of the steps of a block.

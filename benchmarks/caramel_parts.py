@@ -5,8 +5,8 @@
 
 The simulation gives the compute utilization of the paper's models on 8 and 16 workers. First, the parts are added one
 by one in the paper's order, starting from Horovod. Then each part is left out of the whole, on a network where adding
-up gradients takes time (otherwise depth would gain nothing). `legato/papers/caramel.py` has the setting and says what
-is fitted in it; the default bandwidth is the one that the paper's own first stage implies.
+up gradients takes time (otherwise depth would gain nothing). `legato/lab/papers/caramel.py` has the setting and says
+what is fitted in it; the default bandwidth is the one that the paper's own first stage implies.
 
 With `--measured`, plans with and without the parts run in turns between hosts with shaped links. Computation is
 emulated, and takes as long as one message of all gradients. The plans run in compiled models, whose graphs are sorted
@@ -27,7 +27,8 @@ from typing import Any
 
 from legato.core.quantities import parse_bandwidth
 from legato.core.units import format_bandwidth
-from legato.papers.caramel import MODELS, SHUFFLE_BPS, STAGES, WORKERS, stages, without
+from legato.lab.hypothetical import scale_compute
+from legato.lab.papers.caramel import MODELS, SHUFFLE_BPS, STAGES, WORKERS, stages, without
 
 PARTS = ("serialization", "batching", "scheduling", "depth")
 #: What is measured: the scheduler, and the parts of Caramel that are switched off.
@@ -66,7 +67,7 @@ def simulated(bandwidth_bps: float) -> None:
 
 
 def measured(model: str, workers: int, bandwidth_bps: float) -> None:
-    from legato.testbed.launch import run_workers
+    from legato.lab.testbed.launch import run_workers
 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -90,20 +91,20 @@ def worker(model: str, output: Path) -> None:
     from legato import zoo
     from legato.core.files import write_text
     from legato.core.plan import Plan
+    from legato.lab.testbed.accelerator import Clock, EmulatedOptimizer
+    from legato.lab.testbed.graphs import CompiledModel, with_nodes
+    from legato.lab.testbed.rank import gloo_rank
     from legato.pytorch import attach, attachment
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
     from legato.schedule import schedule
     from legato.simulator.collective import iteration_time
-    from legato.testbed.accelerator import Clock, EmulatedOptimizer
-    from legato.testbed.graphs import CompiledModel, with_nodes
-    from legato.testbed.rank import gloo_rank
 
     with gloo_rank():
         workload = zoo.workload(model)
         cluster = calibrate(sizes=sizes_up_to(workload.nbytes)).cluster
         ratio = cluster.cost().cost(workload.nbytes) / workload.compute_s
-        workload = with_nodes(zoo.scale_compute(workload, 1 / ratio))
+        workload = with_nodes(scale_compute(workload, 1 / ratio))
         made = b""
         if dist.get_rank() == 0:
             made = msgspec.json.encode(

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from legato.core.plan import Message, Slice
 from legato.core.quantities import parse_bandwidth
 from legato.core.units import format_bytes, format_seconds
+from legato.lab.testbed.hosts import Hosts
 from legato.pytorch.network.channel import channel_for
-from legato.testbed.hosts import Hosts
 
 SIZES = tuple(4096 * 8**k for k in range(5))  # 4 KiB to 16 MiB
 NAMES = ("shuffle", "ring", "halving-doubling")

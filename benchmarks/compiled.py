@@ -51,7 +51,7 @@ def trainings() -> dict[str, Any]:
     from contention import more_models
     from torch import nn
 
-    from legato.demo.models import MODELS, Training
+    from legato.lab.demo.models import MODELS, Training
 
     class Towers(nn.Module):
         """Two towers of different widths, and their product."""

@@ -32,7 +32,7 @@ from legato.core.cluster import Contention
 from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
 from legato.core.units import format_seconds
-from legato.testbed.launch import run_workers
+from legato.lab.testbed.launch import run_workers
 
 WORKERS = 2
 ALONE, DDP = "alone", "DDP"
@@ -92,14 +92,14 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
 
     from legato.core import files
     from legato.core.plan import Plan
-    from legato.demo.models import MODELS
+    from legato.lab.demo.models import MODELS
+    from legato.lab.testbed.rank import gloo_rank
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
     from legato.pytorch.recording.capture import at_pace, capture
     from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
     from legato.schedule.compare import compare
     from legato.simulator.collective import iteration_time
-    from legato.testbed.rank import gloo_rank
 
     builds = MODELS | more_models()
 
@@ -192,7 +192,7 @@ def more_models() -> dict[str, Any]:
         ConvNextForImageClassification,
     )
 
-    from legato.demo.models import Training
+    from legato.lab.demo.models import Training
 
     def bert() -> Training:
         """Four layers of width 256, four sequences of 64 tokens per step."""

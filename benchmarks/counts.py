@@ -20,7 +20,7 @@ from typing import get_args
 import grimp
 import typer.main
 
-from legato.cli.commands import app
+from legato.commands import app
 from legato.schedule.bound import lower_bound
 
 HOUSE = Path(__file__).parents[1]

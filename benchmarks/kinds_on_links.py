@@ -30,7 +30,7 @@ from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh
 from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
 from legato.core.quantities import parse_bandwidth
 from legato.core.units import format_seconds
-from legato.testbed.launch import run_workers
+from legato.lab.testbed.launch import run_workers
 from legato.whole_jobs import traced
 from legato.whole_jobs.flow.programs import program
 from legato.whole_jobs.flow.step import network_of, simulate_program
@@ -106,7 +106,7 @@ def worker(rounds: int, output: Path) -> None:
     """One rank; rank 0 writes the rows."""
     import torch.distributed as dist
 
-    from legato.testbed.rank import gloo_rank
+    from legato.lab.testbed.rank import gloo_rank
 
     with gloo_rank():
         rank, rows = dist.get_rank(), []

@@ -32,7 +32,7 @@ from legato.core.text import percent
 from legato.core.timeline import overlap_coefficient
 from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
-from legato.testbed.servers.rehearsal import ServerTask, ServerTrial, rehearse_servers, select_orders
+from legato.lab.testbed.servers.rehearsal import ServerTask, ServerTrial, rehearse_servers, select_orders
 from legato.zoo import workload as of_the_zoo
 
 LAYERS, NBYTES, FORWARD_S, BACKWARD_S = 16, 1 << 17, 0.002, 0.003

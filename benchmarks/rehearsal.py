@@ -36,7 +36,7 @@ from legato.core.cluster import Cluster
 from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
 from legato.core.units import format_seconds
-from legato.testbed.rehearsal import Task, rehearse, select
+from legato.lab.testbed.rehearsal import Task, rehearse, select
 from legato.zoo import workload
 
 MODELS = "resnet-v1-50,inception-v3,vgg-16,gpt2"

@@ -38,8 +38,9 @@ if TYPE_CHECKING:  # the names that `__getattr__` loads, and types
     from legato.advice import of_traces as advise
     from legato.auto import distribute
     from legato.fsdp.table import ShardingOptions
+    from legato.lab.servers import parameter_servers
     from legato.pages import report
-    from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
+    from legato.pytorch import GradScaler, attachment, calibrate, capture
     from legato.pytorch.fully_shard import fully_shard
     from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
     from legato.schedule import PlanOptions, Scheduler
@@ -107,7 +108,7 @@ _WITH_TORCH = {
     "capture": "legato.pytorch",
     "distribute": "legato.auto",
     "fully_shard": "legato.pytorch.fully_shard",
-    "parameter_servers": "legato.pytorch",
+    "parameter_servers": "legato.lab.servers",
 }
 #: Names that are loaded when they are first used, each with its module, and with its name in that module if different.
 _LAZY = {

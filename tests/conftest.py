@@ -83,6 +83,6 @@ def pytest_xdist_make_scheduler(config, log):
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
-            return "hosts" if file.startswith(("tests/testbed/", "tests/demo/")) else file
+            return "hosts" if file.startswith(("tests/lab/testbed/", "tests/lab/demo/")) else file
 
     return Files(config, log)

@@ -146,11 +146,11 @@ def _write_perfetto(timelines: Sequence[Timeline], output: Path, workload: Workl
 
 
 def _write_sends(output: Path, workload: Workload | None, workers: int | None, servers: int | None) -> None:
-    from legato.ingest.send_trace import export_send_trace
+    from legato.ingest import FORMATS, load
 
     if workload is None:
         raise InputError("a send trace needs a workload (expected W.json, or --workload W.json)")
-    files.write_text(output, export_send_trace(workload, workers or 1, servers or 1))
+    files.write_text(output, load(FORMATS["send-trace"].export)(workload, workers or 1, servers or 1))
 
 
 def _write_chakra(

@@ -43,10 +43,6 @@ class Estimate(Computes):
     gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="as in computation")
     forward: str | None = setting(None, "Duration of the forward pass, such as 176ms.", show_default="estimated")
     backward: str | None = setting(None, "Duration of the backward pass, such as 296ms.", show_default="estimated")
-    add_modules: str | None = setting(
-        None, "Add N copies of a module, such as mixed_17x17x768e=25.", metavar="MODULE=N"
-    )
-    compute_speedup: float | None = setting(None, "Factor by which to speed up computation.")
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def _write(
 ) -> None:
     """Write the workload of a model."""
     model = _model(name, shape.given())
-    job = _changed(_estimated(model, estimate, asdict(training) | {"recompute": recompute}), estimate)
+    job = _estimated(model, estimate, asdict(training) | {"recompute": recompute})
     if output is not None:
         files.write(output, job)
     result = _summary(job, output)
@@ -118,17 +114,6 @@ def _estimated(model: zoo.Model, estimate: Estimate, training: dict[str, Any]) -
         gradients=estimate.gradients,
         **training,
     )
-
-
-def _changed(job: Workload, estimate: Estimate) -> Workload:
-    from legato import zoo
-
-    if estimate.add_modules is not None:
-        module, _, copies = estimate.add_modules.partition("=")
-        if not copies.isdecimal():
-            raise InputError(f"--add-modules {estimate.add_modules!r} (expected MODULE=N, like mixed_17x17x768e=25)")
-        job = zoo.add_modules(job, module, int(copies))
-    return job if estimate.compute_speedup is None else zoo.scale_compute(job, estimate.compute_speedup)
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:

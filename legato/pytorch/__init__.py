@@ -5,7 +5,6 @@ from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime.attached.attach import attach, attachment
 from legato.pytorch.runtime.attached.attachment import Attachment
 from legato.pytorch.runtime.sharding.shards import GradScaler
-from legato.pytorch.servers import parameter_servers
 
 __all__ = [
     "Attachment",
@@ -15,5 +14,4 @@ __all__ = [
     "attachment",
     "calibrate",
     "capture",
-    "parameter_servers",
 ]

@@ -52,7 +52,6 @@ from legato.zoo.language.models import shaped
 from legato.zoo.language.one_gpu import job_of_one_gpu, part_times
 from legato.zoo.lower import lower
 from legato.zoo.presets import DEVICES, MACHINES, device_named, machine_named
-from legato.zoo.synthetic import add_modules, scale_compute
 
 __all__ = [
     "DEFAULT_DEVICE",
@@ -64,12 +63,10 @@ __all__ = [
     "Layer",
     "Model",
     "Variable",
-    "add_modules",
     "device_for",
     "device_named",
     "language_model",
     "model",
-    "scale_compute",
     "shaped",
     "variables",
     "workload",

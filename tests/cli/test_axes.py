@@ -7,7 +7,7 @@ import pytest
 from support.command import run
 from typer.main import get_command
 
-from legato.cli.commands import app
+from legato.commands import app
 from legato.core.axes import FABRIC, NETWORK, SERVERS, SWEPT
 from legato.core.quantities import parse_seconds
 from legato.simulator.flow import FABRICS, Network

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 import legato
 from legato.cli.axes import SEVERAL, SEVERAL_TIMES
-from legato.cli.commands import app
+from legato.commands import app
 from legato.core import files
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import EXTRAS
@@ -345,20 +345,19 @@ def test_workload_of_a_paper_s_model(capsys, tmp_path):
     path = tmp_path / "w.json"
     status, out, _ = run(
         capsys, "workload", "inception-v3", "--batch-size", 8, "--device", "k80", "--device-flops", "10T",
-        "--forward", "176ms", "--add-modules", "mixed_17x17x768e=2", "--compute-speedup", 2, "-o", path, "--json",
+        "--forward", "176ms", "-o", path, "--json",
     )  # fmt: skip
     said, job = json.loads(out), legato.read(path, legato.Workload)
     assert status == 0 and said["workload"] == str(path) and said["nbytes"] == job.nbytes
-    assert said["num_tensors"] == len(job.tensors) == 196 + 2 * 20 and said["num_ops"] == len(job.ops)
-    assert job.batch_size == 8 and job.device == "k80 at 10T x 2"
-    assert 0.176 / 2 < said["forward_s"] < 0.176 / 2 * 1.3
+    assert said["num_tensors"] == len(job.tensors) == 196 and said["num_ops"] == len(job.ops)
+    assert job.batch_size == 8 and job.device == "k80 at 10T"
+    assert said["forward_s"] == pytest.approx(0.176)
     rows = json.loads(run(capsys, "workload", "--list", "--json")[1])
     assert {"name": "vgg-16", "num_tensors": 32, "parameters": 138_357_544}.items() <= rows[15].items()
     assert "gpt2-xl" in run(capsys, "workload", "--list")[1]
     for wrong, expected in [
         (["resnet-v1-5O"], "did you mean 'resnet-v1-50'"), ([], "--list"), (["gpt2", "--device", "v10"], "'v100'"),
-        (["gpt2", "--device-flops", "10"], "10T"), (["gpt2", "--add-modules", "h1"], "MODULE=N"),
-        (["gpt2", "--add-modules", "h99=1"], "module 'h99'"), (["gpt2", "--compute-speedup", 0], "speedup: 0"),
+        (["gpt2", "--device-flops", "10"], "10T"),
         (["gpt2", "--batch-size", 0], "batch_size: 0"), (["gpt2", "--forward", "0"], "forward_s: 0"),
     ]:  # fmt: skip
         assert expected in fails(capsys, "workload", *wrong)
@@ -500,7 +499,7 @@ class Press:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Press)
-from legato.cli import main
+from legato.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -514,7 +513,8 @@ def test_ctrl_c_inside_of_exec_gives_the_same_status(tmp_path):
     """
     (tmp_path / "pressed.py").write_text("""
 import os, signal, threading
-from legato.cli import commands, main
+from legato import commands
+from legato.__main__ import main
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 commands.app = lambda *_, **__: exec("os.kill(os.getpid(), signal.SIGINT)")
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -527,7 +527,7 @@ main()
 
 def test_shell_completion(monkeypatch):
     environment = {**os.environ, "_LEGATO_COMPLETE": "complete_bash", "COMP_WORDS": "legato pl", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'legato'; from legato.cli import main; main()"]
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'legato'; from legato.__main__ import main; main()"]
     assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split() == ["plan"]
 
 
@@ -536,7 +536,7 @@ def run_without(library, *arguments):
     code = f"""
 import sys
 sys.modules[{library!r}] = None
-from legato.cli import main
+from legato.__main__ import main
 main({[str(a) for a in arguments]!r})
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)

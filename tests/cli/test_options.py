@@ -12,8 +12,8 @@ from support.command import run
 from typer.main import get_command
 
 from legato.cli import nouns
-from legato.cli.commands import app
 from legato.cli.options import taken_by
+from legato.commands import app
 
 FROZEN = Path(__file__).with_name("options.txt")
 #: The options of all verbs together: fewer is better.

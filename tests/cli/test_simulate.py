@@ -7,8 +7,8 @@ from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import main
-from legato.cli.commands import app
+from legato.__main__ import main
+from legato.commands import app
 from legato.schedule import schedule
 from legato.simulator.flow import FABRICS
 

@@ -29,7 +29,7 @@ from support.kineto_samples import record
 from support.ranks import run_script
 
 import legato
-from legato.cli.commands import app
+from legato.commands import app
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.simulator.flow import FABRICS
 

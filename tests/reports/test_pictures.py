@@ -11,8 +11,8 @@ from support.command import run
 from support.report_samples import model, sweep_rows
 
 from legato.core.errors import InputError
-from legato.papers import PAPERS, Figure
-from legato.papers.pages import write_page
+from legato.lab.papers import PAPERS, Figure
+from legato.lab.papers.pages import write_page
 from legato.reports.html import write_report
 from legato.reports.model import ModelReport, Report, TextTable
 from legato.reports.pictures import _colours

@@ -46,7 +46,7 @@ def _become(client):
 
 
 def serve(folder):
-    from legato.cli import main
+    from legato.__main__ import main
 
     sys.argv[0] = "legato"
     address, command, job = str(folder / "socket"), folder / "legato", str(folder / "job.json")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from legato.cli import main
+from legato.__main__ import main
 
 
 def run(capsys, *arguments):

@@ -6,6 +6,6 @@ import torch._inductor.compile_fx
 import torch.distributed
 
 import legato.auto
-import legato.pytorch.servers  # noqa: F401
+import legato.lab.servers  # noqa: F401
 
 assert not torch.cuda.is_initialized()

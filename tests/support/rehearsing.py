@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from legato.core.workload import Op, Tensor, Workload
-from legato.testbed.hosts import why_unavailable
+from legato.lab.testbed.hosts import why_unavailable
 from support import PATIENCE_S, environment
 from support.command import without_progress
 
@@ -54,7 +54,7 @@ def processes_with(word):
 
 
 def why_unavailable_to_ordinary_users():
-    look = "from legato.testbed.hosts import why_unavailable; print(why_unavailable())"
+    look = "from legato.lab.testbed.hosts import why_unavailable; print(why_unavailable())"
     done = run([*ORDINARY_USER, sys.executable, "-c", look], env=environment())
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip()
 

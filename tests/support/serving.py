@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch.servers import parameter_servers
+from legato.lab.servers import parameter_servers
 from support import PATIENCE_S
 
 STEPS = 5

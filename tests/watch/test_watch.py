@@ -13,7 +13,7 @@ from support import PATIENCE_S, environment
 from support.command import without_progress
 from support.rehearsing import needs_hosts_without_root
 
-from legato.testbed.hosts import Hosts
+from legato.lab.testbed.hosts import Hosts
 
 SCRIPT = str(Path(__file__).parent.parent / "support" / "watched.py")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)

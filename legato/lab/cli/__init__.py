@@ -1,0 +1,1 @@
+"""The lab's verbs: one file per verb, like `legato.cli`."""
