@@ -2,16 +2,18 @@
 
     python benchmarks/counts.py
 
-prints one line for each count, with `*` if the count misses its goal. A count without a goal is only observed. The
-"import floors" of a folder are the length of the longest chain of imports among its modules and subfolders. Functions
-are counted by ruff; a long list of parameters is allowed if a table or a public interface needs it. "Wider" complexity
-also counts each `and` and `or`, each conditional expression, and each `for` and `if` of a comprehension.
+prints one line for each count, with `*` if the count misses its goal. A count without a goal is only observed. Lines of
+code are lines without docstrings, comments and blank lines. The "import floors" of a folder are the length of the
+longest chain of imports among its modules and subfolders. Functions are counted by ruff; a long list of parameters is
+allowed if a table or a public interface needs it. "Wider" complexity also counts each `and` and `or`, each conditional
+expression, and each `for` and `if` of a comprehension.
 """
 
 import ast
 import json
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,15 +26,17 @@ from legato.commands import app
 from legato.schedule.bound import lower_bound
 
 HOUSE = Path(__file__).parents[1]
-#: The lines of folders, and their goals.
+#: The lines of code of folders, and their goals.
 LINES = {
-    "legato": 48_500,
-    "legato/schedule": 6_500,
-    "legato/pytorch/runtime": 3_000,
+    "legato/schedule": None,
+    "legato/pytorch/runtime": None,
     "legato/simulator": None,
     "legato/cli": None,
     "tests": None,
 }
+#: Tokens that are no code.
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_FLOORS, MOST_WIDER = 5, 15
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.match_case, ast.IfExp)
 #: The folders at the root are the floors of docs/design.md.
@@ -40,7 +44,19 @@ ROOT = "legato"
 
 
 def lines(folder: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in (HOUSE / folder).rglob("*.py"))
+    """The lines of code in a folder."""
+    return sum(map(lines_of, (HOUSE / folder).rglob("*.py")))
+
+
+def lines_of(path: Path) -> int:
+    """The lines of code in a file."""
+    documentation = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            documentation |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    with tokenize.open(path) as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in LAYOUT]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documentation)
 
 
 def findings(rule: str, setting: str, *options: str) -> int:
@@ -122,8 +138,11 @@ def options() -> int:
 
 def counts() -> Iterator[tuple[str, int, int | None]]:
     """(what is counted, how many there are, and how many there may be)."""
+    lab = lines("legato/lab")
+    yield "lines of code of legato outside lab", lines("legato") - lab, 34_900
+    yield "lines of code of legato/lab", lab, None
     for folder, goal in LINES.items():
-        yield f"lines of {folder}", lines(folder), goal
+        yield f"lines of code of {folder}", lines(folder), goal
     for complexity, goal in ((10, 10), (15, 0)):
         found = findings("C901", f"mccabe.max-complexity = {complexity}", "--ignore-noqa")
         yield f"functions above a complexity of {complexity}", found, goal
@@ -132,7 +151,7 @@ def counts() -> Iterator[tuple[str, int, int | None]]:
     yield f"functions above a wider complexity of {MOST_WIDER}", wide, 20
     yield "functions that get typer.Context, without the callback", sum(map(takes_context, every)) - 1, 0
     yield "comparisons of a scheduler with a name", sum(decides_by_name(n) for one in every for n in ast.walk(one)), 0
-    yield "options of all commands", options(), 220
+    yield "options of all commands", options(), 255
     yield "functions with more than 8 parameters", findings("PLR0913", "pylint.max-args = 8"), 0
     high = [(folder, count) for folder, count in floors(grimp.build_graph("legato")) if count > MOST_FLOORS]
     yield f"folders with more than {MOST_FLOORS} import floors", len(high), 0
