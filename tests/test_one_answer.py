@@ -151,13 +151,15 @@ def test_a_machine_is_the_network_of_its_rates_that_are_reached(ask, tmp_path, c
 def test_all_that_is_on_a_machine_says_what_is_reached(capsys, tmp_path):
     workload, job = tmp_path / "w.json", tmp_path / "j.json"
     small = ["--layers", 4, "--hidden", 512, "--heads", 8, "--vocab", 32_000, "--sequence", 512]
+    config = tmp_path / "config.json"
+    config.write_text('{"n_layers": 4, "hidden_size": 512, "n_head": 8, "vocab_size": 32000}')
     on = ["--machine", "h100", "--workers", 16]
     run(capsys, "workload", "llm", *small, "-o", workload)
     for command in (
         ["workload", "llm", *small, "--data", 16, "-o", job],
         ["simulate", job, "--fidelity", "formulas"],
         ["sweep", job, "--fidelity", "formulas", "--jobs", 1],
-        ["layouts", "llm", *small, "--gpus", 8, "--batch", 8, "--number", 1],
+        ["layouts", config, "--sequence", 512, "--gpus", 8, "--batch", 8, "--number", 1],
         ["simulate", workload, *on, "--fabric", "ring"],
         ["sweep", workload, *on, "--fabric", "ring", "--jobs", 1],
         ["plan", workload, *on, "--scheduler", "ddp"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cli.axes import Given, axes
-from legato.cli.nouns.model import Shape, shape_of
+from legato.cli.nouns.model import LLM, shape_of
 from legato.cli.options import Json, Options, check_file, keep_apart, quantity, setting, taken_by
 from legato.cli.output import note, print_json, print_text
 from legato.core import files
@@ -31,19 +31,22 @@ class Searched:
 
     gpus: int | None = setting(None, "Number of GPUs of the job.")
     batch: int | None = setting(None, "Number of sequences in a step, over all replicas.")
+    sequence: int | None = setting(None, "Number of tokens in a sequence.", show_default="8192, or the paper's")
     preset: str = setting("megatron-core", "Framework to model: megatron-core, nemo, torchtitan or megatron-2021.")
     memory: str | None = setting(None, "Memory of a GPU, such as 72GiB.", show_default="the device's")
     number: int = setting(10, "Number of layouts to show.")
 
-    def find(self, name: str, shape: Shape, links: Given) -> Layouts:
+    def find(self, name: str, links: Given) -> Layouts:
         """Return the fastest layouts. Raises `InputError` if an option is missing or no layout fits in memory."""
         from legato.whole_jobs.layouts import layouts
         from legato.zoo.presets import machine_named
 
         if self.gpus is None or self.batch is None:
             raise InputError(f"--{'batch' if self.gpus else 'gpus'}: missing (expected at least 1)")
+        if name == LLM:
+            raise InputError("llm: has no shape here (expected a language model, its configuration file or a job)")
         return layouts(
-            shape_of(name, shape.given()),
+            shape_of(name, {} if self.sequence is None else {"sequence": self.sequence}),
             gpus=self.gpus,
             batch=self.batch,
             machine=links.on(machine_named("h100")),
@@ -69,7 +72,6 @@ def _search(
     /,
     what: Searched,
     links: Annotated[Given, axes("links", cluster=False)],
-    shape: Shape,
     how: Shown,
     output: Annotated[
         Path | None,
@@ -81,7 +83,7 @@ def _search(
     """Find the fastest layouts of a model."""
     keep_apart(links.files, output=output, report=how.report)
     check_file("report", how.report, ".html")
-    found = what.find(name, shape, links)
+    found = what.find(name, links)
     if output is not None:
         files.write(output, found.first.job)
     _show(found.first, found, how)

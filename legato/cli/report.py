@@ -87,12 +87,6 @@ def trace(
         Path, typer.Option("--output", "-o", help="Write the trace to this file: .json, .et (Chakra) or .csv (sends).")
     ],
     inputs: Inputs = None,
-    workload: Annotated[
-        Path | None, typer.Option(metavar="W.json", help="The workload, if it is not among FILES.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="P.json", help="The plan (only for .et), if it is not among FILES.")
-    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -115,8 +109,7 @@ def trace(
 
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
-    given = [*(inputs or []), *(path for path in (workload, plan) if path is not None)]
-    found = _read(given, output)
+    found = _read(inputs or [], output)
     timelines, job = found.timelines(), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})
@@ -125,7 +118,7 @@ def trace(
         _refuse(output, {"a plan": found.of(Plan) or None, "a timeline": timelines or None})
         _write_sends(output, job, workers, servers)
     else:
-        _refuse(output, {"--plan": plan, "--workers": workers, "--servers": servers})
+        _refuse(output, {"--workers": workers, "--servers": servers})
         _write_perfetto(timelines, output, job)
     _say("trace", output, len(timelines), json)
 
@@ -149,7 +142,7 @@ def _write_sends(output: Path, workload: Workload | None, workers: int | None, s
     from legato.ingest import FORMATS, load
 
     if workload is None:
-        raise InputError("a send trace needs a workload (expected W.json, or --workload W.json)")
+        raise InputError("a send trace needs a workload (expected W.json among FILES)")
     files.write_text(output, load(FORMATS["send-trace"].export)(workload, workers or 1, servers or 1))
 
 

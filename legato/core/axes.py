@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from legato.core.errors import InputError
-from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.quantities import parse_bandwidth, parse_seconds
 from legato.core.units import format_bandwidth, format_seconds
 
 __all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
@@ -144,11 +144,6 @@ FABRIC = (
          shown="round-robin"),
     Axis("barrier", "Whether servers wait for all gradients before they send parameters.", bool,
          shown="barrier"),
-    Axis("aggregation", "How switches forward what they aggregate: store-and-forward or cut-through.",
-         Literal["store-and-forward", "cut-through"],
-         shown="store-and-forward"),
-    Axis("message_bytes", "Partition messages into pieces of this size, such as 4MiB.",
-         shown="whole messages", parse=parse_bytes),
     Axis("in_flight", "Most messages in flight at once on fabrics without servers, or any for no limit.",
          shown="1, as planned and run", parse=_in_flight, metavar="N"),
 )

@@ -45,7 +45,7 @@ def test_a_plan_goes_out_as_chakra_and_comes_back(capsys, tmp_path, traces):
     w, p, t = (tmp_path / name for name in ("w.json", "p.json", "t.json"))
     run(capsys, "import", "kineto", *traces, "-o", w)
     run(capsys, "plan", w, "--scheduler", "fifo", "-o", p, "--timeline", t)
-    status, _, _ = run(capsys, "trace", t, "--workload", w, "--plan", p, "--workers", 2, "-o", tmp_path / "j.et")
+    status, _, _ = run(capsys, "trace", t, w, p, "--workers", 2, "-o", tmp_path / "j.et")
     assert status == 0 and sorted(f.name for f in tmp_path.glob("*.et")) == ["j.0.et", "j.1.et"]
     status, _, _ = run(capsys, "import", "chakra", *sorted(tmp_path.glob("*.et")), "-o", tmp_path / "back.json")
     before, after = (legato.read(f, legato.Workload) for f in (w, tmp_path / "back.json"))
@@ -55,7 +55,7 @@ def test_a_plan_goes_out_as_chakra_and_comes_back(capsys, tmp_path, traces):
 def test_a_workload_goes_out_as_sends_and_comes_back(capsys, tmp_path, traces):
     w, s = tmp_path / "w.json", tmp_path / "s.csv"
     run(capsys, "import", "kineto", *traces, "-o", w)
-    assert run(capsys, "trace", "--workload", w, "--workers", 2, "--servers", 2, "-o", s)[0] == 0
+    assert run(capsys, "trace", w, "--workers", 2, "--servers", 2, "-o", s)[0] == 0
     status, out, _ = run(capsys, "import", "send-trace", s, "--forward", "3ms", "-o", tmp_path / "b.json", "--json")
     assert status == 0 and json.loads(out)["nbytes"] == 16000
 
@@ -87,7 +87,7 @@ def test_wrong_input_gets_one_line_and_no_file(capsys, tmp_path, traces, argumen
     [
         (["-o", "x.json"], "no timelines"),
         (["-o", "x.et"], "needs one timeline"),
-        (["-o", "x.csv"], "--workload"),
+        (["-o", "x.csv"], "needs a workload"),
         (["-o", "x.json", "--servers", "2"], "--servers does not apply"),
     ],
 )

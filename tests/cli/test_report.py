@@ -96,7 +96,7 @@ def test_where_nothing_helps_it_says_so(capsys, tmp_path):
 def test_a_trace_has_arrows_from_gradients_where_the_workload_is_known(capsys, folder):
     trace, timeline = folder / "t.json", folder / "legato.predicted.json"
     counts = []
-    for more in ((), ("--workload", folder / "workload.json")):
+    for more in ((), (folder / "workload.json",)):
         assert run(capsys, "trace", timeline, *more, "-o", trace)[0] == 0
         counts.append(sum(event["ph"] == "s" for event in json.loads(trace.read_text())["traceEvents"]))
     assert 0 < counts[0] < counts[1]

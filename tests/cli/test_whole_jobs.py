@@ -346,7 +346,7 @@ def test_deepseek_is_named_as_a_whole_job(capsys, tmp_path):
     assert (model.layers, len(model.mixtures), model.latent.query) == (5, 2, 1536)
 
 
-@pytest.mark.parametrize("option", [["--machine", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
+@pytest.mark.parametrize("option", [["--machine", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8]])
 def test_the_layout_and_machine_of_a_job_stay(job, capsys, option):
     status, out, err = run(capsys, "layouts", job, *option)
     assert status == 2 and not out and err == f"legato: {option[0]}: does not apply to a whole job\n"
@@ -408,8 +408,10 @@ def test_where_layouts_are_not_drawn(job, capsys, tmp_path, report, message):
     assert job.read_bytes() == before
 
 
-def test_layouts_say_what_a_prediction_does_not_know(capsys):
-    small = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocab", 32_000, "--sequence", 1024]
-    status, out, err = run(capsys, "layouts", "llm", *small, "--gpus", 4, "--batch", 16)
+def test_layouts_say_what_a_prediction_does_not_know(capsys, tmp_path):
+    shape = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32_000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    small = [tmp_path / "config.json", "--sequence", 1024, "--gpus", 4, "--batch", 16]
+    status, out, err = run(capsys, "layouts", *small)
     assert status == 0 and "the machine as it is" in out
     assert "in four cases of five" in err and "the host may take longer" in err

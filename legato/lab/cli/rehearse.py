@@ -16,7 +16,6 @@ from legato.cli.options import (
     Json,
     Shard,
     Wire,
-    check_file,
     check_installed,
     make_folder,
     quantity,
@@ -74,7 +73,6 @@ class Results:
         "-o",
         metavar="DIR",
     )
-    report: Path | None = setting(None, "Write the page of [bold]legato report DIR[/] to this file.", metavar="R.html")
     json: Json = False
 
 
@@ -110,7 +108,8 @@ def rehearse(
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
     check_installed("torch", "torch", "legato rehearse")
-    _prepare(results)
+    if results.output is not None:
+        make_folder(results.output)  # before measurements that take minutes
 
     from legato.lab.testbed.rehearsal import STAGES
     from legato.lab.testbed.rehearsal import rehearse as run
@@ -149,7 +148,8 @@ def verify(
 
     if "RANK" not in os.environ:
         raise InputError("verify measures between processes: start it under torchrun (see legato verify --help)")
-    _prepare(results)
+    if results.output is not None:
+        make_folder(results.output)  # before measurements that take minutes
     import torch
     import torch.distributed as dist
 
@@ -190,13 +190,6 @@ def _rehearse_servers(
         return rehearse_servers(task, hosts.workers, bandwidth_bps, advance)
 
 
-def _prepare(results: Results) -> None:
-    """Make the output folder, and check that the page can be written, before measurements that take minutes."""
-    if results.output is not None:
-        make_folder(results.output)
-    check_file("report", results.report, ".html")  # the page may be in the folder
-
-
 def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, results: Results) -> Task:
     from legato.lab.testbed.rehearsal import Task, select
 
@@ -207,7 +200,7 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
         iterations=trials.iterations,
         ratio=trials.ratio,
         cluster=None if cluster is None else files.read(cluster, Cluster),
-        traced=() if results.output is None and results.report is None else names,
+        traced=() if results.output is None else names,
         compiled=trials.compiled,
         shard=trials.shard,
         wire=trials.wire,
@@ -215,8 +208,8 @@ def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, 
 
 
 def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
-    """Print the measurements, and write them to the folder and page in `results`. `network` describes the network."""
-    from legato.reports.model import Report, save
+    """Print the measurements, and write them to the folder in `results`. `network` describes the network."""
+    from legato.reports.model import save
     from legato.reports.schedulers import best_of, entries, headline
 
     report = found.report(network)
@@ -236,11 +229,6 @@ def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> 
         save(report, results.output)
         shown = f"legato report {results.output} -o report.html shows them"
         note(f"results and timelines -> {results.output} ({shown})")
-    if results.report is not None:
-        from legato.reports.html import write_report
-
-        write_report(results.report, Report((report,)))
-        note(f"report -> {results.report}")
 
 
 def _note_errors(measured: Measurement) -> None:
