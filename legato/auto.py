@@ -23,11 +23,12 @@ from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
 from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
-from legato.pytorch._private import group_timeout, without_dispatch_modes
 from legato.pytorch.device import group_device
 from legato.pytorch.network.agreement import broadcast_bytes, first_said
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
+from legato.pytorch.private.groups import group_timeout
+from legato.pytorch.private.tensors import without_dispatch_modes
 from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of, find_ddp
 from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
 from legato.pytorch.runtime.attached.tournament import most_steps

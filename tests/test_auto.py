@@ -22,8 +22,8 @@ from legato.core import files
 from legato.core.errors import CaptureError
 from legato.core.plan import Plan
 from legato.pytorch import attachment, calibrate
-from legato.pytorch._private import default_store
 from legato.pytorch.network import agreement
+from legato.pytorch.private.groups import default_store
 from legato.pytorch.recording.observed import StepObserver
 from legato.schedule import SCHEDULERS
 

@@ -22,17 +22,9 @@ from typing import Any
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from legato.pytorch._private import (
-    drop_accumulator,
-    hooks_on,
-    ignored_parameters,
-    is_compiled,
-    is_compiled_in_place,
-    module_tables,
-    will_run,
-    without_overrides,
-    wrapped_module,
-)
+from legato.pytorch.private.ddp import ignored_parameters
+from legato.pytorch.private.dynamo import is_compiled, is_compiled_in_place, wrapped_module
+from legato.pytorch.private.tensors import drop_accumulator, hooks_on, module_tables, will_run, without_overrides
 
 __all__ = [
     "ModuleFingerprint",

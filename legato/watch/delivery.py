@@ -24,7 +24,7 @@ from typing import Any
 from legato.core.errors import LegatoError
 from legato.core.text import count, one_line
 from legato.core.units import format_bytes
-from legato.pytorch._private import PrefixStore
+from legato.pytorch.private.groups import PrefixStore
 from legato.watch import ROOT, Settings
 
 __all__ = ["Delivery", "say"]

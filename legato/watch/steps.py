@@ -23,8 +23,10 @@ from torch.torch_version import TorchVersion
 
 from legato.core.text import count
 from legato.core.units import format_seconds
-from legato.pytorch._private import default_store, not_compiled, on_profilers
 from legato.pytorch.device import is_capturing
+from legato.pytorch.private.dynamo import not_compiled
+from legato.pytorch.private.groups import default_store
+from legato.pytorch.private.tensors import on_profilers
 from legato.watch import WARM_UP, Settings
 from legato.watch.delivery import Delivery, say
 

@@ -27,3 +27,13 @@ def test_only_the_lists_name_the_lab():
     assert {path.relative_to(PACKAGE).as_posix() for path in naming} == {
         "__init__.py", "commands.py", "ingest/__init__.py",
     }  # fmt: skip
+
+
+def test_the_lab_uses_what_is_public():
+    found = {
+        name
+        for path in LAB.rglob("*.py")
+        for name in names_in(path)
+        if name.startswith("legato.") and " " not in name and any(part.startswith("_") for part in name.split("."))
+    }
+    assert found == set()

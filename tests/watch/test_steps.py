@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from legato.core.errors import InputError
-from legato.pytorch import _private
+from legato.pytorch.private.optimizers import has_step_hooks, observe_step
 from legato.watch import Settings, steps
 from legato.watch.delivery import Delivery
 from legato.watch.steps import MOST_RANKS, Watch, recording_ranks
@@ -141,12 +141,12 @@ def test_its_hook_is_none_that_updates_have_to_wait_for():
     observe.only_observes = True
     handle = register_optimizer_step_post_hook(observe)
     try:
-        assert not _private.has_step_hooks(stepping)
-        _private.observe_step(stepping)
+        assert not has_step_hooks(stepping)
+        observe_step(stepping)
         assert seen == [stepping]
         stepping.register_step_post_hook(lambda *_: None)
-        _private.observe_step(stepping)  # torch has run it
-        assert seen == [stepping] and _private.has_step_hooks(stepping)
+        observe_step(stepping)  # torch has run it
+        assert seen == [stepping] and has_step_hooks(stepping)
     finally:
         handle.remove()
 

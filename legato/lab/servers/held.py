@@ -23,7 +23,7 @@ from legato.core.errors import InputError, RankError
 from legato.core.text import count
 from legato.lab.servers.protocol import StepRequest
 from legato.lab.servers.shards import Shard
-from legato.pytorch._private import has_step_hooks
+from legato.pytorch.private.optimizers import has_step_hooks
 from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
 from legato.pytorch.runtime.waiting.update import Update
 

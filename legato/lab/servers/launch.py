@@ -27,11 +27,11 @@ from legato.lab.servers.server import Server
 from legato.lab.servers.shards import Shard, default_plan, shards_of
 from legato.lab.servers.worker.puller import Puller
 from legato.lab.servers.worker.worker import Worker
-from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import named_parameters, sparse_parameters, trained_parameters
+from legato.pytorch.private.groups import PrefixStore, default_store
 
 __all__ = ["parameter_servers"]
 

@@ -22,8 +22,9 @@ from legato.lab.servers.server import shuffled
 from legato.lab.servers.worker.arrivals import Arrivals
 from legato.lab.servers.worker.puller import Puller
 from legato.lab.servers.worker.worker import Worker
-from legato.pytorch._private import rebind_step, without_overrides
 from legato.pytorch.parameters import ModuleFingerprint
+from legato.pytorch.private.optimizers import rebind_step
+from legato.pytorch.private.tensors import without_overrides
 
 __all__ = ["AgentModel", "Iteration", "ServedModel", "serve_optimizer"]
 

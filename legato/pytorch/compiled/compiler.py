@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
-from legato.pytorch._private import backend_name, compile_graphs, current_node
 from legato.pytorch.compiled import graphs
 from legato.pytorch.compiled.functions import CompilePiece, GraphFunction
+from legato.pytorch.private.dynamo import backend_name, compile_graphs
+from legato.pytorch.private.tensors import current_node
 
 __all__ = ["GraphCompiler", "Sender"]
 

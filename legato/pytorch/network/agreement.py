@@ -25,10 +25,10 @@ from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
 from legato.core.text import count
-from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.device import group_device
 from legato.pytorch.logger import logger
 from legato.pytorch.network.watchdog import ANSWER_S, Watchdog, reason
+from legato.pytorch.private.groups import PrefixStore, default_store
 
 __all__ = [
     "agree",

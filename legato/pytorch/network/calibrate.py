@@ -26,11 +26,11 @@ import torch.distributed as dist
 from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
-from legato.pytorch._private import group_timeout, own_group
 from legato.pytorch.device import clock_for, group_device
 from legato.pytorch.network.agreement import unique_name
 from legato.pytorch.network.channel import Channel, channel_for, check_message
 from legato.pytorch.network.contention import measure_contention
+from legato.pytorch.private.groups import group_timeout, own_group
 
 __all__ = ["Calibration", "Sample", "calibrate", "sizes_up_to"]
 

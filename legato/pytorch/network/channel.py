@@ -30,10 +30,10 @@ from legato.collectives import COLLECTIVES
 from legato.core.cluster import BACKENDS, carries_out
 from legato.core.errors import PlanError
 from legato.core.plan import Message
-from legato.pytorch._private import PrefixStore, default_store, group_timeout, new_gloo
 from legato.pytorch.device import current_stream
 from legato.pytorch.network.collectives import Collectives
 from legato.pytorch.network.threads import batch_policy_threads
+from legato.pytorch.private.groups import PrefixStore, default_store, group_timeout, new_gloo
 
 __all__ = ["Channel", "channel_for", "check_message"]
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from legato.core.errors import LegatoError, RankError
-from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.logger import logger
+from legato.pytorch.private.groups import PrefixStore, default_store
 
 __all__ = ["ANSWER_S", "FlightRecorder", "Watchdog", "reason"]
 

@@ -36,10 +36,10 @@ from torch.optim import Optimizer
 from legato.core.errors import CaptureError
 from legato.core.text import count
 from legato.core.workload import Op, Phase, Tensor, Workload
-from legato.pytorch._private import compiles_with, is_compiled
 from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.device import DeviceClock, HostClock, clock_for
 from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.private.dynamo import compiles_with, is_compiled
 from legato.pytorch.recording.load import blame, check_loss, check_training, load_training
 from legato.pytorch.recording.modules import ModuleObserver
 from legato.pytorch.recording.recorder import RecordedStep, Recorder

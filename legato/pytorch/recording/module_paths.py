@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from legato.pytorch._private import autograd_node_number, current_node_number
 from legato.pytorch.compiled.functions import one_by_one
 from legato.pytorch.parameters import named_modules
+from legato.pytorch.private.tensors import autograd_node_number, current_node_number
 
 __all__ = ["ModulePaths"]
 

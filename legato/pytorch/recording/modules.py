@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from legato.core.workload import Module, Parameter
-from legato.pytorch._private import DispatchMode, in_backward_pass, leaves, storage_id
 from legato.pytorch.parameters import named_modules
+from legato.pytorch.private.tensors import DispatchMode, in_backward_pass, leaves, storage_id
 
 __all__ = ["ModuleObserver"]
 

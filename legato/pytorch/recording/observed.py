@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor, Workload
-from legato.pytorch._private import on_compilation
 from legato.pytorch.device import clock_for
+from legato.pytorch.private.dynamo import on_compilation
 from legato.pytorch.recording.capture import to_workload
 from legato.pytorch.recording.recorder import RecordedStep
 

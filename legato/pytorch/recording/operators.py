@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from legato.pytorch._private import operator_schema
+from legato.pytorch.private.tensors import operator_schema
 
 __all__ = ["Operator", "operator_of", "tensors"]
 

@@ -18,10 +18,11 @@ from torch import nn
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor
-from legato.pytorch._private import DispatchMode, is_compiled
 from legato.pytorch.compiled.functions import one_by_one
 from legato.pytorch.device import clock_for
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
+from legato.pytorch.private.dynamo import is_compiled
+from legato.pytorch.private.tensors import DispatchMode
 from legato.pytorch.recording.module_paths import ModulePaths
 from legato.pytorch.recording.operators import Operator, operator_of, tensors
 from legato.pytorch.recording.optimizer_times import OptimizerTimes

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from legato.pytorch._private import module_tables
 from legato.pytorch.device import restorers_of_random_states
+from legato.pytorch.private.tensors import module_tables
 
 __all__ = ["Snapshot"]
 

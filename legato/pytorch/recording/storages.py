@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legato.core.errors import CaptureError
-from legato.pytorch._private import storage_id
+from legato.pytorch.private.tensors import storage_id
 
 __all__ = ["Owners", "Storages", "byte_range"]
 

@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from legato.pytorch._private import hooks_on, leaves, on_backward_end, will_run
 from legato.pytorch.parameters import OwnHook
+from legato.pytorch.private.ddp import on_backward_end
+from legato.pytorch.private.tensors import hooks_on, leaves, will_run
 
 __all__ = ["Accumulator", "BackwardScope"]
 

@@ -7,8 +7,8 @@ from support.strategies import seeds, shuffled
 from legato.core.workload import Op, Tensor, Workload
 from legato.lab.testbed.accelerator import EmulatedModel
 from legato.lab.testbed.graphs import CompiledModel, with_nodes
-from legato.pytorch._private import compiles_with
 from legato.pytorch.compiled import compiler, functions, graphs
+from legato.pytorch.private.dynamo import compiles_with
 
 WORKLOAD = with_nodes(
     Workload(

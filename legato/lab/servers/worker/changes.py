@@ -15,7 +15,7 @@ from legato.core.errors import RankError
 from legato.lab.servers.protocol import AVERAGES
 from legato.lab.servers.shards import Arena, Shard
 from legato.lab.servers.worker.puller import Puller
-from legato.pytorch._private import version_of
+from legato.pytorch.private.tensors import version_of
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import Slot
 

@@ -27,16 +27,6 @@ from legato.core.plan import Plan
 from legato.core.text import one_line
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
-from legato.pytorch._private import (
-    JOIN_BEGINS,
-    IdleReducer,
-    drop_accumulator,
-    has_builtin_hook,
-    in_functional_call,
-    is_joining,
-    own_feature,
-    steps_in_backward,
-)
 from legato.pytorch.device import clock_for
 from legato.pytorch.logger import logger
 from legato.pytorch.network.agreement import (
@@ -51,6 +41,9 @@ from legato.pytorch.network.agreement import (
 from legato.pytorch.network.channel import check_message
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
+from legato.pytorch.private.ddp import JOIN_BEGINS, IdleReducer, has_builtin_hook, is_joining, own_feature
+from legato.pytorch.private.optimizers import steps_in_backward
+from legato.pytorch.private.tensors import drop_accumulator, in_functional_call
 from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.attached.ddp_passes import DdpPasses
 from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, restore_steps

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from legato.pytorch._private import on_backward_end
+from legato.pytorch.private.ddp import on_backward_end
 from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 

@@ -24,17 +24,16 @@ import torch
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
-from legato.pytorch._private import (
+from legato.pytorch.private.dynamo import not_compiled, runs_compiled
+from legato.pytorch.private.optimizers import (
     count_steps,
     counts_steps,
     has_step_hooks,
     is_replaced,
-    not_compiled,
     note_step,
     observe_step,
-    runs_compiled,
-    without_overrides,
 )
+from legato.pytorch.private.tensors import without_overrides
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sharding.shards import shards_of

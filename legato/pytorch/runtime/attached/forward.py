@@ -12,20 +12,20 @@ from typing import Any
 from torch import nn
 
 from legato.core.errors import RankError
-from legato.pytorch._private import (
-    SilentForward,
+from legato.pytorch.compiled.compiler import GraphCompiler
+from legato.pytorch.parameters import ModuleFingerprint
+from legato.pytorch.private.ddp import SilentForward
+from legato.pytorch.private.dynamo import (
     compiled_by,
     compiled_module,
     compiles_two_ways,
-    has_forward_hooks,
     is_compiled,
     is_left_to_eager_mode,
     is_whole_frame,
     on_compilation,
     uncompiled,
 )
-from legato.pytorch.compiled.compiler import GraphCompiler
-from legato.pytorch.parameters import ModuleFingerprint
+from legato.pytorch.private.tensors import has_forward_hooks
 from legato.pytorch.runtime.attached.graph_sender import GraphSender
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.waiting.readers import Readers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from legato.pytorch._private import has_gradient_hooks
+from legato.pytorch.private.tensors import has_gradient_hooks
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import AWAITED, EARLY, IDLE, PENDING, Slot

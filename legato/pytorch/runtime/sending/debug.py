@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from legato.core.errors import RankError, unknown_name
-from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.watchdog import Watchdog
+from legato.pytorch.private.groups import PrefixStore, default_store
 from legato.pytorch.runtime.waiting.buckets import Bucket
 
 __all__ = ["CHECKS", "COMPARED", "DebugChecks", "chosen_checks"]

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch._private import copy_all, memory_uses, on_compilation, outside_transforms, without_overrides
 from legato.pytorch.device import current_stream
+from legato.pytorch.private.dynamo import on_compilation
+from legato.pytorch.private.tensors import copy_all, memory_uses, outside_transforms, without_overrides
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.pytorch._private import group_timeout, own_group
 from legato.pytorch.device import group_device
 from legato.pytorch.network.agreement import gather_tensor, unique_name
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import Watchdog
+from legato.pytorch.private.groups import group_timeout, own_group
 from legato.pytorch.runtime.sending.debug import COMPARED, DebugChecks
 from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.waiting import gate

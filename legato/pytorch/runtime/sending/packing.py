@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.pytorch._private import copy_all, multiply_all
+from legato.pytorch.private.tensors import copy_all, multiply_all
 from legato.pytorch.runtime.waiting.buckets import ARRIVED, Bucket, BucketSlice, Slot
 
 __all__ = ["PACK_BYTES", "pack"]

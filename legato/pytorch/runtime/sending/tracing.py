@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals
-from legato.pytorch._private import leaves
 from legato.pytorch.device import clock_for, group_device
+from legato.pytorch.private.tensors import leaves
 
 __all__ = ["Tracer", "trace_ddp"]
 

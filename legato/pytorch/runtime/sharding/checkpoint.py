@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError
 from legato.core.text import count
-from legato.pytorch._private import begin_state, begins_with_step, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.parameters import named_parameters
+from legato.pytorch.private.optimizers import begin_state, begins_with_step
+from legato.pytorch.private.tensors import tensor_without_memory
 from legato.pytorch.runtime.sharding.shards import Shard, Shards, shards_of
 from legato.pytorch.runtime.sharding.state import is_elementwise, uneven
 from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_class

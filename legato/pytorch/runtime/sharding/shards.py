@@ -32,8 +32,9 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
-from legato.pytorch._private import SubstituteScaler, copy_all, has_step_hooks, hooked_step, without_overrides
 from legato.pytorch.device import Fetched
+from legato.pytorch.private.optimizers import SubstituteScaler, has_step_hooks, hooked_step
+from legato.pytorch.private.tensors import copy_all, without_overrides
 from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate

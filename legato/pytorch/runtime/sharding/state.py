@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError
-from legato.pytorch._private import without_overrides
 from legato.pytorch.network.agreement import gather_bytes, sum_tensors
+from legato.pytorch.private.tensors import without_overrides
 from legato.pytorch.runtime.sharding.shards import Shard, Shards
 
 __all__ = ["is_elementwise", "take_state", "uneven", "whole_state"]

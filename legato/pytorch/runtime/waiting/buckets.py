@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from legato.core.errors import PlanError, RankError
 from legato.core.layout import BufferLayout, buffer_layout, chains, realigned, sharded_layout
 from legato.core.plan import Message, Plan, Slice, check_messages
-from legato.pytorch._private import version_of, without_overrides
+from legato.pytorch.private.tensors import version_of, without_overrides
 from legato.pytorch.runtime.waiting.update import Update, zeroing
 
 __all__ = [

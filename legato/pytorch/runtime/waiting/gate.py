@@ -26,7 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from legato.pytorch._private import PRIVATE_METADATA, TRANSFORMS, invisible, scripted_as, without_overrides
+from legato.pytorch.private.dynamo import scripted_as
+from legato.pytorch.private.tensors import PRIVATE_METADATA, TRANSFORMS, invisible, without_overrides
 from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = [

@@ -28,8 +28,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import RankError
-from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
 from legato.pytorch.device import current_stream
+from legato.pytorch.private.dynamo import on_compilation
+from legato.pytorch.private.tensors import DispatchMode, leaves, uses
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_overrides, without_step_hooks
+from legato.pytorch.private.optimizers import unhooked_step, without_step_hooks
+from legato.pytorch.private.tensors import without_dispatch_modes, without_overrides
 
 __all__ = ["Update", "reducers_of", "set_to_none", "users_class", "zeroing"]
 
