@@ -100,7 +100,7 @@ def main() -> None:
                     plan = schedule(scheduler, job, cluster)
                 except PlanError:  # it needs halves, which this fabric does not have
                     continue
-                found = simulate_flow(job, plan, fabric, network, keep_transfers=False).iteration_s
+                found = simulate_flow(job, plan, fabric, network).iteration_s
                 if scheduler == "legato":
                     off.append(abs(found / iteration_time(job, plan, cluster) - 1))
                 elif not is_runnable(plan, job):

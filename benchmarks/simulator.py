@@ -5,8 +5,7 @@
 Every line runs in a separate process that has simulated something small before.
 So times do not include numba's compiler (which runs once on a machine, and stores
 its results on disk) and its loading. Events are services on links and streams
-(docs/simulator.md). "hot loop" is the engine alone, the best of five runs. The
-last lines are whole commands, including the start of Python.
+(docs/simulator.md). "hot loop" is the engine alone, the best of five runs.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from legato.core import files
 from legato.core.workload import Workload
 from legato.simulator.flow import FABRICS, Network, SharedJob, SharedNetwork, fabric, simulate_flow
 from legato.simulator.flow.engine.loop import run_services
@@ -42,7 +38,7 @@ def whole(name: str, workers: int) -> dict[str, Any]:
     job, events = model(MODEL), 0
     start = time.perf_counter()
     for each in FABRICS if name == "all" else [name]:
-        events += simulate_flow(job, None, each, network(workers), keep_transfers=False).num_events
+        events += simulate_flow(job, None, each, network(workers)).num_events
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "events": events}
 
@@ -52,7 +48,7 @@ def symmetric(name: str, workers: int) -> dict[str, Any]:
     job, found, events = model(MODEL), {}, 0
     for symmetry in (True, False):
         start = time.perf_counter()
-        result = simulate_flow(job, None, name, network(workers), symmetry=symmetry, keep_transfers=False)
+        result = simulate_flow(job, None, name, network(workers), symmetry=symmetry)
         found[symmetry] = (result.iteration_s, time.perf_counter() - start)
         events = events or result.num_events
     assert found[True][0] == found[False][0]
@@ -82,18 +78,6 @@ def hot_loop(name: str, workers: int, symmetry: bool = True) -> dict[str, Any]:
     return {"seconds": best, "events": len(services.records)}
 
 
-def command_line(name: str) -> dict[str, float]:
-    """`legato simulate` with a million workers, with the start of Python and the reading of the workload."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "workload.json")
-        files.write(path, model(MODEL))
-        options = ["--fabric", name, "--workers", str(MILLION), "--bandwidth", "25Gbit", "--latency", "5us", "--json"]
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "legato", "simulate", path, *options], check=True, capture_output=True)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak_gb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9}
-
-
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "all 13 fabrics, 32 workers": (partial(whole, "all", 32), "< 2 s"),
     "ring, 1,024 workers": (partial(whole, "ring", 1024), "< 5 s"),
@@ -111,8 +95,6 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "hot loop: tree, 1,024 workers": (partial(hot_loop, "tree", 1024), ""),
     "hot loop: parameter server, 2,048 workers": (partial(hot_loop, "parameter-server", 2048), ""),
 }
-MILLION = 2**20
-MILLION_WORKERS = {name: partial(command_line, name) for name in ("ring", "halving-doubling")}
 SLOW = ("ring, 16,384 workers", "parameter server, 16,384 workers", "tree, 16,384 workers")
 
 
@@ -129,12 +111,9 @@ def main() -> None:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
-        if arguments.case in MILLION_WORKERS:
-            print(json.dumps(MILLION_WORKERS[arguments.case]()))
-            return
         for name in FABRICS:
             for workers in (8, 256):
-                simulate_flow(model("alexnet-v2"), None, name, network(workers), keep_transfers=False)
+                simulate_flow(model("alexnet-v2"), None, name, network(workers))
         found = CASES[arguments.case][0]()
         found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print(json.dumps(found))
@@ -148,12 +127,6 @@ def main() -> None:
         rate = found["events"] / found["seconds"] / 1e6
         times = f"{found['seconds']:>8.3f} {found['events']:>12,} {rate:>10.2f} {found['peak_gb']:>8.2f}"
         print(f"{name:<46} {times}  {wanted}", flush=True)
-    if arguments.quick:
-        return
-    print(f"\n`legato simulate` with {MILLION:,} workers; wanted: 10 s and 2 GB")
-    for name in MILLION_WORKERS:
-        found = run(name)
-        print(f"{name:<46} {found['seconds']:>8.3f} {found['peak_gb']:>33.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def simulate(
 
     if isinstance(fabric, str):
         fabric = fitting(fabric, {"servers": cluster.servers} if cluster.servers else {})
-    return simulate_flow(workload, plan, fabric, Network.of(cluster), keep_transfers=False).timeline()
+    return simulate_flow(workload, plan, fabric, Network.of(cluster)).timeline()
 
 
 if not TYPE_CHECKING:  # otherwise, type checkers would accept every misspelt name

@@ -98,9 +98,8 @@ class Simulation:
     def run(self, plan: Plan, name: str, fabric: Fabric) -> Timeline | FlowResult:
         """Simulate a plan on the named fabric. Raises `InputError` if a formula is needed but missing."""
         if self.fidelity == "transfers":
-            options: dict[str, Any] = {"iterations": self.iterations, "keep_transfers": False}
             with nullcontext() if name in FABRICS else blame(name):
-                return simulate_flow(self._job, plan, fabric, self.network, **options)
+                return simulate_flow(self._job, plan, fabric, self.network, iterations=self.iterations)
         if why := self.beyond_formulas(plan, name, fabric):
             raise InputError(why)
         # With formulas, a message may name its collective, but this cluster has only one.

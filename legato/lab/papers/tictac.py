@@ -93,7 +93,7 @@ def _simulate(
         seed=seed,
     )
     servers = fabric(PARAMETER_SERVER, servers=cluster.servers)
-    done = simulate_flow(job, plan, servers, network, keep_transfers=False)
+    done = simulate_flow(job, plan, servers, network)
     inference_s = float(done.forward_end_s[0].max())
     compute_s = sum(op.duration_s for op in job.ops if op.phase == "forward") * float(network.slowdown(1)[0, 0])
     # All pulls are requested at the start, so the network is busy until the last byte arrives.

@@ -35,6 +35,6 @@ def cluster_for(name: str, fabric: Fabric, network: Network) -> Cluster:
     samples = []
     for nbytes in _SIZES:
         alone = Workload("one message", _IDLE, (Tensor("w", nbytes, 1, (0,)),))
-        seconds = simulate_flow(alone, None, fabric, quiet, iterations=1, keep_transfers=False).iteration_s
+        seconds = simulate_flow(alone, None, fabric, quiet, iterations=1).iteration_s
         samples.append((nbytes, seconds))
     return Cluster(network.workers, {name: LinearCost.fit(samples)})

@@ -258,7 +258,7 @@ def all_reduce_s(name, nbytes=4 * 10**9, message_bytes=None, **options):
     """One message alone, through the flow simulator."""
     job = Workload("m", (Op("f", "forward", 0.0), Op("b", "backward", 0.0, (0,))), (Tensor("w", nbytes, 1, (0,)),))
     one = fabric(name, message_bytes=message_bytes, in_flight=None)
-    return simulate_flow(job, None, one, Network(**options), iterations=1, keep_transfers=False).iteration_s
+    return simulate_flow(job, None, one, Network(**options), iterations=1).iteration_s
 
 
 def test_switches_add_up_at_the_rate_of_the_cards():

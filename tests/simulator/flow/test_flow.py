@@ -102,7 +102,7 @@ def test_what_planners_are_told_of_workers_that_are_no_power_of_two(name, worker
     cost = cluster_for(name, fabric(name), network).cost()
     for nbytes in (100, 10_000, 30_000, 10**6, 10**8):
         job = layered(layers=1, nbytes=nbytes, forward_s=0.0, backward_s=0.0)
-        seconds = simulate_flow(job, None, name, network, keep_transfers=False).iteration_s
+        seconds = simulate_flow(job, None, name, network).iteration_s
         assert cost.cost(nbytes) == pytest.approx(seconds, rel=0.02, abs=61e-6)
 
 
@@ -311,11 +311,7 @@ def test_the_timeline_has_the_results_metrics():
         assert timeline.iteration_s == found.iteration_s
         assert timeline.computation_s == pytest.approx(found.computation_s)
         assert timeline.overlap == pytest.approx(found.overlap, abs=1e-9), name
-        lanes = {span.lane for span in found.timeline([2], links=True).spans if span.worker == 2}
-        assert lanes == {"compute", "network", "out", "in"}
         assert timeline.utilization == pytest.approx(found.utilization)
-        bare = simulate_flow(layered(), None, name, net, symmetry=False, keep_transfers=False)
-        assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["ring", "tree", "halving-doubling"])

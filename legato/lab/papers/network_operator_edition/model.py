@@ -77,7 +77,7 @@ def run(
     """Simulate without latency, with a cut-through switch, and with any number of messages in flight."""
     network = Network(workers=workers, bandwidth_bps=gbps * 1e9)
     found = fitting(name, {"in_flight": None} | options)
-    return simulate_flow(workload, plan, found, network, iterations=iterations, keep_transfers=False)
+    return simulate_flow(workload, plan, found, network, iterations=iterations)
 
 
 @cache

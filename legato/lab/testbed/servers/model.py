@@ -110,7 +110,7 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
 
     def run(one: Workload, seed: int | None) -> FlowResult:
         fabric = _RuntimeFabric(servers=servers, barrier=False, turn_s=costs.turn_s, update_s=update_s, seed=seed)
-        return simulate_flow(one, padded, fabric, network, keep_transfers=False)
+        return simulate_flow(one, padded, fabric, network)
 
     runs = [run(job, seed) for seed in (range(_DRAWS) if plan.carrier == "unordered" else (None,))]
     typical = sorted(runs, key=lambda result: result.iteration_s)[len(runs) // 2]

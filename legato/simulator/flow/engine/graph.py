@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from legato.core.errors import TooLargeError
-from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, SERVICE, Ids, Services
+from legato.simulator.flow.engine.services import NO_LINK, SERVICE, Ids, Services
 
 __all__ = ["MOST_FAIR_SERVICES", "Graph"]
 
@@ -38,7 +38,6 @@ class Graph:
         work_s: ArrayLike = 0.0,
         delay_s: ArrayLike = 0.0,
         key: ArrayLike = 0,
-        tag: ArrayLike = NO_TAG,
     ) -> Ids:
         """Add services in an array of this shape, and return their ids. Other arguments are broadcast to the shape."""
         start, count = self.num_services, math.prod(shape)
@@ -46,7 +45,7 @@ class Graph:
         self.num_services += count
         _grow(self._records, self.num_services)
         block = self._records[start : start + count].reshape(shape)
-        block["link"], block["work_s"], block["delay_s"], block["key"], block["tag"] = link, work_s, delay_s, key, tag
+        block["link"], block["work_s"], block["delay_s"], block["key"] = link, work_s, delay_s, key
         return np.arange(start, start + count, dtype=np.int32).reshape(shape)
 
     def check_room(self, count: int) -> None:

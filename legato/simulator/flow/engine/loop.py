@@ -8,9 +8,6 @@
   these may go before the remaining services. With priorities, the loop goes through all moments at which a service
   becomes ready or a link becomes free, and is slower.
 
-If only one of many identical workers is simulated (`alone.py`), transfers go from the worker to itself. Such a service
-is a *trip*, and trips are served first come, first served.
-
 A service on no link never queues: it runs as soon as its start is known. numba compiles the loop on first use, once for
 each discipline, and caches the result on disk.
 
@@ -29,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import missing_extra
-from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles, Trips
+from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles
 
 try:
     import numba
@@ -74,14 +71,12 @@ def run_services(
     num_links: int,
     profiles: ServiceProfiles = NO_PROFILES,
     priority: NDArray[np.int64] | None = None,
-    trips: Trips | None = None,
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    A disturbed simulation has `profiles`. Service i has `priority[i]`, a whole number; higher priorities go first. With
-    `trips`, services on links are trips from a worker to itself.
+    A disturbed simulation has `profiles`. Service i has `priority[i]`, a whole number; higher priorities go first.
     """
-    return int(_run(records, successors, num_links, profiles, priority, trips))
+    return int(_run(records, successors, num_links, profiles, priority))
 
 
 @compiled
@@ -127,7 +122,7 @@ def served(profiles, i, begin, work):
 
 
 @compiled
-def _run(records, successors, num_links, profiles, priority, trips):
+def _run(records, successors, num_links, profiles, priority):
     total = len(records)
     # ready services on links, and on no link
     heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)
@@ -151,21 +146,12 @@ def _run(records, successors, num_links, profiles, priority, trips):
             if i == _NONE:
                 continue
         service = records[i]
-        begin, link = service.begin_s, service.link
-        if trips is not None and link >= 0:
-            stop = _travel(trips, service, i, links)
-            trips.laps[i] -= 1
-            if trips.laps[i] > 0:
-                service.begin_s, service.next = stop + service.delay_s, _LAST
-                _put(records, priority, heap, stack, sizes, ends, i, link)
-                continue
-        else:
-            begin, stop = _serve(profiles, service, i, links)
+        begin, stop = _serve(profiles, service, i, links)
         service.begin_s, service.end_s = begin, max(stop, service.end_s)
         done += 1
         _release(records, successors, priority, heap, stack, sizes, ends, i)
-        if priority is not None and link >= 0:
-            _wake(records, priority, heap, sizes, links, link)
+        if priority is not None and service.link >= 0:
+            _wake(records, priority, heap, sizes, links, service.link)
     return done
 
 
@@ -179,24 +165,6 @@ def _serve(profiles, service, i, links):
     if link >= 0:
         links[link].free_s = stop
     return begin, stop
-
-
-@_inlined
-def _travel(trips, service, i, links):
-    """Run trip i now, and return its end. The transfers of the trip occupy both links."""
-    work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
-    end = first = last = 0.0
-    for k in range(trips.received[i]):
-        if k < sent:
-            begin = max(service.begin_s, out_free)
-            out_free = begin + (work + trips.sending_s)
-            last = out_free + trips.on_the_way_s
-            first = begin + trips.on_the_way_s if trips.cut_through else last
-        begin = max(first, in_free)
-        in_free = begin + work
-        end = max(in_free, last) if trips.cut_through else in_free
-    links[0].free_s, links[1].free_s = out_free, in_free
-    return end
 
 
 @_inlined

@@ -24,13 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NO_LINK", "NO_PROFILES", "NO_TAG", "SERVICE", "Ids", "ServiceProfiles", "Services", "Trips"]
+__all__ = ["NO_LINK", "NO_PROFILES", "SERVICE", "Ids", "ServiceProfiles", "Services"]
 
 Ids = NDArray[np.int32]
 
 NO_LINK = -1
-#: The tag of a service that carries no message.
-NO_TAG = -1
 
 #: One cache line per service: all data that the engine needs to run a service. Before a service has run, `begin_s` and
 #: `end_s` are lower bounds; afterwards they are its times. `next` is private to the engine.
@@ -46,8 +44,8 @@ SERVICE = np.dtype(
         ("link", "i4"),
         ("missing", "i4"),
         ("next", "i4"),
-        ("tag", "i4"),
-    ]
+    ],
+    align=True,
 )
 
 
@@ -77,20 +75,3 @@ class ServiceProfiles(NamedTuple):
 
 
 NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), np.empty(0))
-
-
-class Trips(NamedTuple):
-    """Transfers from a worker to itself. Each service i on a link is called a trip, and can stand for many transfers.
-
-    Trip i has `laps[i]` equal laps, one after another. Each lap carries `sent[i]` transfers of `work_s + sending_s`
-    seconds on the outgoing link (0), one after another, and `received[i]` transfers on the incoming link (1). The
-    numbers of sent and received transfers are equal, except in a multicast, which sends once and is received several
-    times.
-    """
-
-    laps: NDArray[np.int64]
-    sent: NDArray[np.int64]
-    received: NDArray[np.int64]
-    sending_s: float
-    on_the_way_s: float
-    cut_through: bool

@@ -19,9 +19,8 @@ from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.iterations.compute import Stream
 from legato.simulator.flow.iterations.unroll import Iteration, Unrolled
 from legato.simulator.flow.network.disturbances import Profile
-from legato.simulator.flow.network.topology import Topology
 
-__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers", "iteration_end_s"]
+__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "iteration_end_s"]
 
 Times = NDArray[np.float64]
 
@@ -108,30 +107,6 @@ class ComputeTimes:
 
 
 @dataclass(frozen=True)
-class Transfers:
-    """All transfers on links. With a card for each worker, worker w sends on link 2w and receives on link 2w + 1.
-
-    A byte takes `s_per_byte[link]` seconds. On the sender's link, a transfer takes `sending_s` in addition to this
-    time.
-    """
-
-    link: NDArray[np.int32]
-    tag: NDArray[np.int32]  # iteration * number of messages + message
-    begin_s: Times
-    end_s: Times
-    work_s: Times
-    s_per_byte: Times
-    sending_s: float
-
-    @classmethod
-    def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
-        """Return the transfers among the engine's records: the records of services on links."""
-        wired = records["link"] >= 0
-        columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
-        return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
-
-
-@dataclass(frozen=True)
 class MessageTimes:
     """The times when the fragments of the last iteration's messages are in flight.
 
@@ -183,10 +158,9 @@ class FlowResult:
     num_events: int
     compute: ComputeTimes = field(repr=False)
     messages: MessageTimes = field(repr=False)
-    transfers: Transfers | None = field(repr=False)
 
     @classmethod
-    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes], transfers: Transfers | None = None) -> FlowResult:
+    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> FlowResult:
         """Return the result of a simulation, given the times of each iteration and maybe all transfers."""
         compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
         ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
@@ -203,10 +177,9 @@ class FlowResult:
             gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
             aggregated_s=aggregated_s,
             received_s=received_s.transpose(0, 2, 1),
-            num_events=topology.num_events,
+            num_events=topology.graph.num_services,
             compute=compute,
             messages=MessageTimes.of(unrolled, runs[-1]),
-            transfers=transfers,
         )
 
     @property
@@ -323,13 +296,12 @@ class FlowResult:
         """Return the utilization U = C / T of worker 0."""
         return self.computation_s / self.last_s if self.last_s > 0 else 1.0
 
-    def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
+    def timeline(self, workers: Iterable[int] | None = None, name: str = "") -> Timeline:
         """Return the timeline of the last iteration, from its first event on.
 
         The timeline has the spans of `workers` (None: all workers that were kept), and its iteration time is `last_s`.
         The lanes are "compute" and "network"; the span of a message begins when the message may be sent, and ends when
-        it has arrived. With `links`, if transfers were kept, the lanes "out" and "in" show all transfers on the
-        worker's link, including transfers for other workers. Raises `InputError` on a worker that was not kept.
+        it has arrived. Raises `InputError` on a worker that was not kept.
         """
         column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
         for worker in () if workers is None else (workers := list(workers)):
@@ -337,7 +309,6 @@ class FlowResult:
                 raise InputError(f"worker {worker}: not simulated (expected {_listed(sorted(column))})")
         chosen = [column[worker] for worker in sorted(column) if workers is None or worker in workers]
         spans = self.spans(chosen)
-        spans += self._link_spans(chosen) if links else ()
         rank = self.ranks.tolist()
         zero = min((span[3] for span in spans), default=0.0)
         made = [
@@ -369,20 +340,6 @@ class FlowResult:
                 start, end = float(way.start_s[i, w]), float(way.end_s[i, w])
                 if start < end:
                     yield w, "network", labels[message], start, end, "message", round(way.nbytes[i])
-
-    def _link_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        transfers, labels = self.transfers, self._labels()
-        if transfers is None:
-            return
-        first = (self.iterations - 1) * len(labels)
-        last_ones = transfers.tag >= first
-        for w in workers:
-            for link, lane, sending_s in ((2 * w, "out", transfers.sending_s), (2 * w + 1, "in", 0.0)):
-                for i in np.flatnonzero((transfers.link == link) & last_ones):
-                    begin, end = float(transfers.begin_s[i]), float(transfers.end_s[i])
-                    nbytes = round(float((transfers.work_s[i] - sending_s) / transfers.s_per_byte[link]))
-                    if begin < end:
-                        yield w, lane, labels[transfers.tag[i] - first], begin, end, "message", nbytes
 
     def _labels(self) -> list[str]:
         return [_label(message.slices[0].tensor, len(message.slices) - 1) for message in self.plan.messages]

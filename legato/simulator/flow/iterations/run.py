@@ -9,7 +9,7 @@ from importlib import import_module
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.errors import InputError, PlanError, TooLargeError
+from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.text import count
 from legato.core.workload import Workload
@@ -17,13 +17,10 @@ from legato.simulator.flow.engine.graph import MOST_FAIR_SERVICES, Graph
 from legato.simulator.flow.engine.services import Ids, Services
 from legato.simulator.flow.fabrics import Fabric
 from legato.simulator.flow.fabrics import fabric as fabric_named
-from legato.simulator.flow.fabrics.all_reduce import AllReduce
-from legato.simulator.flow.fabrics.ring import MulticastRing
 from legato.simulator.flow.fabrics.servers import creation_order
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, num_fragments
-from legato.simulator.flow.iterations.result import FlowResult, IterationTimes, Transfers
+from legato.simulator.flow.iterations.result import FlowResult, IterationTimes
 from legato.simulator.flow.iterations.unroll import Unrolled
-from legato.simulator.flow.network.alone import Alone
 from legato.simulator.flow.network.disturbances import Profiles, check_numbers
 from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.topology import Topology
@@ -41,10 +38,6 @@ __all__ = [
 ]
 
 _MOST_ITERATIONS = 1000
-#: Fabrics whose transfers can all be simulated with one worker. A fabric derived from these may send differently.
-_ALONE = (AllReduce, MulticastRing)
-#: The most services that trips may represent. A thousand million services take about ten seconds.
-_MOST_ON_TRIPS = 4_000_000_000
 
 
 def plain_plan(workload: Workload, fabric: Fabric | str) -> Plan:
@@ -74,24 +67,21 @@ def simulate_flow(
     *,
     iterations: int | None = None,
     symmetry: bool = True,
-    keep_transfers: bool = True,
 ) -> FlowResult:
     """Simulate a plan on a fabric: every transfer on every link.
 
     `workload` is one workload for all workers, or a sequence with one per worker, which may differ only in the
     durations of ops. Without a plan, `plain_plan` is used. If `iterations` is None, one iteration is simulated if all
     workers start together (because of a barrier, or because they are identical) or if the network is disturbed.
-    Otherwise, three iterations are simulated. If `keep_transfers` is False, the data that only the link lanes of
-    `FlowResult.timeline` need is dropped; identical workers in a ring, a shuffle or recursive doubling then take little
-    time and memory to simulate. By default, only a few of many identical workers are simulated; if `symmetry` is False,
-    every worker is.
+    Otherwise, three iterations are simulated. By default, only a few of many identical workers are simulated; if
+    `symmetry` is False, every worker is.
 
     Raises `InputError` on arguments that are out of range or contradict each other. Raises `PlanError` on a plan that
     does not fit the workload or can never finish.
     """
     case = _case(workload, plan, fabric, network, iterations)
     try:
-        return case.simulate(symmetry=symmetry, keep_transfers=keep_transfers)
+        return case.simulate(symmetry=symmetry)
     except MemoryError:
         raise InputError(f"{network.workers} workers: too many transfers for this machine's memory") from None
 
@@ -104,8 +94,8 @@ def check_flow(
     *,
     iterations: int | None = None,
 ) -> None:
-    """Raise the errors that `simulate_flow` with `keep_transfers=False` raises before it simulates."""
-    _case(workload, plan, fabric, network, iterations).topology(symmetry=True, keep_transfers=False)
+    """Raise the errors that `simulate_flow` raises before it simulates."""
+    _case(workload, plan, fabric, network, iterations).topology(symmetry=True)
 
 
 def compile_flow(
@@ -117,9 +107,9 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """Return the graph that `simulate_flow` runs with these arguments and `keep_transfers=True`; raise its errors."""
+    """Return the graph that `simulate_flow` runs with these arguments; raise its errors."""
     case = _case(workload, plan, fabric, network, iterations)
-    return case.unroll(case.topology(symmetry=symmetry, keep_transfers=True))
+    return case.unroll(case.topology(symmetry=symmetry))
 
 
 def check_flow_plan(plan: Plan) -> None:
@@ -211,11 +201,6 @@ class Case:
         """Return whether all workers are alike, and the network looks the same to the fabric from each worker."""
         return self.alike and self.network.sharing == "fifo" and self.fabric.symmetric(self.network)
 
-    @property
-    def alone(self) -> bool:
-        """Return whether simulating one worker is enough; `alone.py` then simulates the others' transfers as trips."""
-        return self.symmetric and type(self.fabric) in _ALONE and self.fabric.simulated(self.network) == 1
-
     def _num_fragments(self, kinds: Sequence[str]) -> int:
         messages = [(i, message) for i, message in enumerate(self.plan.messages) if message.kind in kinds]
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
@@ -226,16 +211,12 @@ class Case:
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
 
-    def topology(self, *, symmetry: bool, keep_transfers: bool) -> Topology:
+    def topology(self, *, symmetry: bool) -> Topology:
         """Return the links of all workers; with `symmetry`, only of the fewest workers that can represent all workers.
 
         Raises `TooLargeError` if these workers have too many transfers.
         """
         fabric, network = self.fabric, self.network
-        if symmetry and self.alone and not keep_transfers:
-            if self.services(1) > _MOST_ON_TRIPS:
-                raise TooLargeError(f"more than {_MOST_ON_TRIPS:,} transfers to simulate (fewer workers?)")
-            return Alone(Graph(), network)
         size = fabric.simulated(network)
         if not (symmetry and self.symmetric):
             size = network.workers
@@ -255,14 +236,14 @@ class Case:
         slowdown = self.network.slowdown(self.iterations, size if self.symmetric else None)
         return Unrolled(self.workloads[0], self.plan, self.fabric, topology, durations, slowdown).build(begin)
 
-    def simulate(self, *, symmetry: bool, keep_transfers: bool) -> FlowResult:
+    def simulate(self, *, symmetry: bool) -> FlowResult:
         """Simulate all iterations. Raises `TooLargeError`, and `PlanError` on a plan that can never finish."""
-        topology = self.topology(symmetry=symmetry, keep_transfers=keep_transfers)
+        topology = self.topology(symmetry=symmetry)
         unrolled = self.unroll(topology)
         services = unrolled.graph.freeze(topology.num_links)
         run_graph(services, topology, unrolled.profiles, unrolled.computing)
         runs = [IterationTimes.of(run, services.records) for run in unrolled.iterations]
-        return FlowResult.of(unrolled, runs, Transfers.of(services.records, topology) if keep_transfers else None)
+        return FlowResult.of(unrolled, runs)
 
 
 def run_graph(
@@ -285,6 +266,6 @@ def run_graph(
     else:
         from legato.simulator.flow.engine.loop import run_services
 
-        done = run_services(*services, found, priority, topology.trips() if isinstance(topology, Alone) else None)
+        done = run_services(*services, found, priority)
     if left := len(services.records) - done:
         raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")

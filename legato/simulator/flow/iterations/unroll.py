@@ -92,12 +92,12 @@ class Unrolled:
             for k in range(len(self.slowdown)):
                 released = self._held(k, released)
                 self._hold_workers(k)
-                received = self._distribute(k, released)
+                received = self.fabric.distribute(self.topology, self.distributing, released)
                 forward = self._compute(self.forward, k)
                 self._wait_for_reads(forward, received)
                 backward = self._compute(self.backward, k)
                 launched = self._launch(backward)
-                summed = self._reduce(k, launched)
+                summed = self.fabric.reduce(self.topology, self.reducing, launched[self.reducing.message])
                 self.iterations.append(Iteration(forward, backward, launched, summed, released, received))
                 released = self._summed_for(summed)
         else:
@@ -105,9 +105,9 @@ class Unrolled:
                 self._hold_workers(k)
                 backward = self._compute(self.backward, k)
                 launched = self._launch(backward)
-                summed = self._reduce(k, launched)
+                summed = self.fabric.reduce(self.topology, self.reducing, launched[self.reducing.message])
                 released = self._launch_distributing(self._summed_for(summed), launched)
-                received = self._distribute(k, released)
+                received = self.fabric.distribute(self.topology, self.distributing, released)
                 self._limit_in_flight(k, summed, received)
                 forward = self._compute(self.forward, k)
                 self._wait_for_reads(forward, received)
@@ -189,11 +189,6 @@ class Unrolled:
         ops = self.backward
         return int(ops.segment[max(ops.at[self._ready_after[piece.tensor]] for piece in self.plan.messages[i].slices)])
 
-    def _reduce(self, k: int, launched: Ids) -> Ids:
-        """Return services that end when the sums are complete, as [reducing fragment, ...]."""
-        topology = self._tagged(k, self.reducing)
-        return self.fabric.reduce(topology, self.reducing, launched[self.reducing.message])
-
     def _summed_for(self, summed: Ids) -> Ids:
         """Return services that end when all sums of a fragment are complete, as [distributing fragment, ...]."""
         first, second = self.shared
@@ -231,11 +226,3 @@ class Unrolled:
         for at in range(k * count, (k + 1) * count):
             if at >= self.fabric.in_flight:
                 self.graph.edge(self._done[at - self.fabric.in_flight], self._launched[at])
-
-    def _distribute(self, k: int, released: Ids) -> Ids:
-        """Return services that end when the sums have arrived, as [distributing fragment, rank]."""
-        return self.fabric.distribute(self._tagged(k, self.distributing), self.distributing, released)
-
-    def _tagged(self, k: int, fragments: Fragments) -> Topology:
-        """Return the topology with tags for iteration k: a fragment's tag is k * (number of messages) + its message."""
-        return self.topology.tagged(k * len(self.plan.messages) + fragments.message)

@@ -21,7 +21,6 @@ the same as in the full simulation.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -30,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from legato.simulator.flow.engine.graph import Graph
-from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, Ids
+from legato.simulator.flow.engine.services import NO_LINK, Ids
 from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 
@@ -52,15 +51,13 @@ class Topology:
     """The links of `size` workers and `servers` servers, and the graph to which transfers are added.
 
     `workers` is the number of all workers; `ranks` are the simulated workers. In all arrays of transfers, the first
-    index is the number of the fragment. Fragment i has the tag `tag[i]`. If there is only one tag, all fragments have
-    this tag.
+    index is the number of the fragment.
     """
 
     def __init__(self, graph: Graph, network: Network, size: int, servers: int, shape: HostShape = _ONE_WORKER) -> None:
         self.graph, self.network, self.shape = graph, network, shape
         self.workers, self.size, self.servers = network.workers, size, servers
         self.ranks: Hosts = np.arange(size)
-        self.tag = np.array([NO_TAG])
         self.switches = network.switches
         self._star = self.switches.one and shape.gpus == 1  # there is one switch, and each link belongs to one host
         self._hosts, self._first_server = size + servers, size
@@ -86,20 +83,6 @@ class Topology:
     def members(self) -> Hosts:
         """Return the number of workers that each rank represents."""
         return np.full(self.size, self.workers // self.size)
-
-    @property
-    def num_events(self) -> int:
-        """Return the number of simulated services."""
-        return self.graph.num_services
-
-    def tagged(self, tag: NDArray[np.int64]) -> Topology:
-        """Return the same topology on the same graph, for fragments with these tags."""
-        other = copy.copy(self)
-        other.tag = tag
-        return other
-
-    def _tags(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        return np.broadcast_to(self.tag.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
     # Links go out of and into each card and each worker inside its host, and between switches.
 
@@ -285,9 +268,7 @@ class Topology:
         found: Hosts = worker // gpus * gpus + leaf * gpus_per_card + worker % gpus_per_card
         return np.minimum(found, self._hosts - 1)
 
-    def _services(
-        self, link: Hosts, nbytes: ArrayLike, key: ArrayLike, *, tag: ArrayLike, adds: ArrayLike = False
-    ) -> Ids:
+    def _services(self, link: Hosts, nbytes: ArrayLike, key: ArrayLike, *, adds: ArrayLike = False) -> Ids:
         """Return services that carry bytes over links. On a link out of a card, latency and sending time are added."""
         leaves_host = (link < 2 * self._hosts) & (link % 2 == 0)
         reduce_s = np.where(adds, self.network.reduce_s_per_byte * np.asarray(nbytes), 0.0)
@@ -297,21 +278,20 @@ class Topology:
             work_s=np.asarray(nbytes) * self._s_per_byte[link] + np.where(leaves_host, self.network.sending_s, 0.0),
             delay_s=np.where(leaves_host, self.network.on_the_way_s, reduce_s),
             key=key,
-            tag=tag,
         )
 
     def _transfers(self, routes: Routes, nbytes: NDArray[np.float64], key: ArrayLike, adds: bool) -> tuple[Ids, Ids]:
         """Add the services of transfers, and return the first and last ones. `nbytes` has the transfers' shape."""
-        shape, key, tag = nbytes.shape, np.asarray(key), self._tags(nbytes.shape)
+        shape, key = nbytes.shape, np.asarray(key)
         ends = np.broadcast_to(np.stack([routes.first, routes.last], axis=-1), (*shape, 2))
         # Outgoing and incoming services alternate, because the engine runs them one after the other.
-        both = self._services(ends, nbytes[..., None], key[..., None], tag=tag[..., None], adds=[False, adds])
+        both = self._services(ends, nbytes[..., None], key[..., None], adds=[False, adds])
         out, inbound = both[..., 0], both[..., 1]
         last = out
         for hop in range(routes.between.shape[-1]):
             link = np.broadcast_to(routes.between[..., hop], shape)
             there = link != NO_LINK
-            carried = self._services(link[there], nbytes[there], np.broadcast_to(key, shape)[there], tag=tag[there])
+            carried = self._services(link[there], nbytes[there], np.broadcast_to(key, shape)[there])
             self.graph.edge(last[there], carried, cut_through=self.network.cut_through)
             last = last.copy()
             last[there] = carried
@@ -327,8 +307,7 @@ class Topology:
         messages.
         """
         if self._star:
-            tag = self._tags((*nbytes.shape, 1))
-            first, last = (self._services(link, nbytes[..., None], key[..., None], tag=tag) for link in routes[::2])
+            first, last = (self._services(link, nbytes[..., None], key[..., None]) for link in routes[::2])
             self.graph.edge(first, last, cut_through=cut_through)
             return first, last
         shape = routes.first.shape
@@ -339,8 +318,7 @@ class Topology:
         found, at, which = np.unique(named, return_index=True, return_inverse=True)
         in_order = np.argsort(at)  # services on first links come first, as in transfers
         message, link = np.divmod(found[in_order], self.num_links)
-        tag = self._tags(nbytes.shape).reshape(-1)
-        added = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag[message])
+        added = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message])
         by_name = np.empty_like(added)
         by_name[in_order] = added
         ids = np.full(links.shape, -1, np.int32)
@@ -436,6 +414,5 @@ class Topology:
         ids = np.full(shape, -1, np.int32)
         found, which = np.unique((message * self.num_links + links)[there], return_inverse=True)
         message, link = np.divmod(found, self.num_links)
-        tag = self._tags(nbytes.shape).reshape(-1)[message]
-        ids[there] = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag)[which]
+        ids[there] = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message])[which]
         return ids

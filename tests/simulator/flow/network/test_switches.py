@@ -446,7 +446,7 @@ def test_one_host_stands_for_all(net):
 @pytest.mark.parametrize("name", FABRICS)
 def test_no_worker_stands_for_others_on_other_networks(kind, name):
     net = network(16, **SWITCHED[kind])
-    few = simulate_flow(MANY, None, name, net, keep_transfers=False)
+    few = simulate_flow(MANY, None, name, net)
     every = simulate_flow(MANY, None, name, net, symmetry=False)
     assert (few.end_s == every.end_s).all()
     on_rails = name == "hierarchical" and net.topology == "rails"
