@@ -44,7 +44,7 @@ check: install
 	$(BIN)/pytest tests/schedule/bound/test_bound.py::test_all_reduces_with_updates_anywhere \
 		tests/simulator/flow/shared/test_jobs.py::test_a_disturbed_job_alone_is_what_it_was \
 		tests/cli/test_share.py::test_disturbed_cases_are_beside_the_same_ones_undisturbed \
-		tests/cli/test_share.py::test_priorities_beside_equal_ones_and_those_of_intensity \
+		tests/cli/test_share.py::test_priorities_beside_equal_ones \
 		tests/cli/test_whole_jobs.py::test_a_job_is_simulated_link_by_link >/dev/null
 	touch $@
 

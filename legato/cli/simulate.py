@@ -23,8 +23,8 @@ def simulate(
         bool,
         typer.Option(
             "--share",
-            help="Simulate jobs that share a network. --workers, --fabric, --scheduler, --plan, --shift, --pace and "
-            "--priority then take one value for all jobs, or one for each job.",
+            help="Simulate jobs that share a network. --workers, --fabric, --scheduler, --plan, --shift and --priority "
+            "then take one value for all jobs, or one for each job.",
         ),
     ] = False,
 ) -> None:

@@ -8,7 +8,7 @@ from support.command import run
 import legato
 
 KEYS = ["job", "workers", "priority", "shift_s", "alone_s", "iteration_s", "slowdown", "shortest_s", "longest_s"]
-KEYS += ["iterations", "utilization", "intensity"]
+KEYS += ["iterations", "utilization"]
 #: Two workers on the same two hosts; in a ring, 5 MB take 40 ms on 1 Gbit/s, after 20 ms of the backward pass.
 TWO = ("--share", "--fabric", "ring", "--hosts", "together", "--workers", 2, "--bandwidth", "1Gbit", "--latency", 0)
 
@@ -29,7 +29,7 @@ def other(tmp_path):
 
 def test_a_row_for_every_job(capsys, workload, other):
     found = shared(capsys, workload, other, *TWO)
-    assert found["best_shift"] is None and [case["case"] for case in found["cases"]] == ["equal"]
+    assert [case["case"] for case in found["cases"]] == ["equal"]
     (case,) = found["cases"]
     assert [list(job) for job in case["jobs"]] == [KEYS, KEYS]
     first, second = case["jobs"]
@@ -38,7 +38,6 @@ def test_a_row_for_every_job(capsys, workload, other):
     for job in case["jobs"]:
         assert job["slowdown"] == pytest.approx(job["iteration_s"] / job["alone_s"]) and job["slowdown"] >= 1
         assert job["shortest_s"] <= job["iteration_s"] <= job["longest_s"]
-    assert first["intensity"] == pytest.approx(2 * 0.03 / 0.04)
     begin, end = case["window_s"]
     assert 0 < begin < end and first["iterations"] >= 20
     assert case["slowdown"] == pytest.approx((first["slowdown"] + second["slowdown"]) / 2)
@@ -57,9 +56,9 @@ def test_disturbed_cases_are_beside_the_same_ones_undisturbed(capsys, workload, 
     jobs = (workload, other, *TWO, "--priority", "2,1")
     plain = shared(capsys, *jobs)["cases"]
     found = shared(capsys, *jobs, "--disturb", "link:1:2:0")["cases"]
-    names = ["equal", "given", "intensity"]
+    names = ["equal", "given"]
     assert [case["case"] for case in found] == [*names, *(f"{name}, undisturbed" for name in names)]
-    assert [case | {"case": name} for case, name in zip(found[3:], names, strict=True)] == plain
+    assert [case | {"case": name} for case, name in zip(found[2:], names, strict=True)] == plain
     for slow, quiet in zip(found, plain, strict=False):
         assert slow["slowdown"] > quiet["slowdown"]
         assert [job["alone_s"] for job in slow["jobs"]] == pytest.approx([job["alone_s"] for job in quiet["jobs"]])
@@ -122,35 +121,13 @@ def test_what_is_slower_is_a_gpu_with_a_worker(capsys, workload, slower, refused
     assert refused is None or (refused in err and len(err.strip().splitlines()) == 1)
 
 
-def test_priorities_beside_equal_ones_and_those_of_intensity(capsys, workload, other):
+def test_priorities_beside_equal_ones(capsys, workload, other):
     found = shared(capsys, workload, other, *TWO, "--priority", "2,1", "--sharing", "fair")
     cases = {case["case"]: case["jobs"] for case in found["cases"]}
-    assert list(cases) == ["equal", "given", "intensity"]
+    assert list(cases) == ["equal", "given"]
     priorities = [[job["priority"] for job in jobs] for jobs in cases.values()]
-    assert priorities == [[0, 0], [2, 1], [1, 2]]  # the other one computes more and sends less
-    assert cases["given"][0]["slowdown"] == pytest.approx(1) and cases["intensity"][1]["slowdown"] == pytest.approx(1)
-    found = shared(capsys, workload, other, *TWO, "--priority", "intensity")
-    assert [case["case"] for case in found["cases"]] == ["equal", "intensity"]
-
-
-def test_the_best_shift(capsys, workload, other):
-    """10 of 70 ms fit into the 30 ms in which the other job computes."""
-    options = (*TWO, "--sharing", "fair", "--best-shift", "--iterations", 8)
-    found = shared(capsys, workload, other, *options)
-    equal, best = found["cases"]
-    assert best["case"] == "best shift" and best["slowdown"] == pytest.approx(1) and equal["slowdown"] > 1.05
-    assert [drift["off"] for drift in found["best_shift"]["drift"]] == [0.01, 0.05, 0.1]
-    assert [job["shift_s"] for job in best["jobs"]] == found["best_shift"]["shift_s"]
-    status, out, _ = run(capsys, "simulate", workload, other, *options)
-    assert status == 0 and "off by 5% of a period" in out and "worst phase" in out
-    given = f"0,{1e3 * best['jobs'][1]['shift_s']:.6f}ms"
-    again = shared(capsys, workload, other, *options[:-3], "--iterations", 8, "--shift", given)
-    assert again["cases"][0]["slowdown"] == pytest.approx(1)
-
-
-def test_a_pace(capsys, workload, other):
-    found = shared(capsys, workload, other, *TWO, "--pace", "80ms", "--shift", "0,45ms")
-    assert [job["iteration_s"] for job in found["cases"][0]["jobs"]] == pytest.approx([0.08, 0.08])
+    assert priorities == [[0, 0], [2, 1]]
+    assert cases["given"][0]["slowdown"] == pytest.approx(1)
 
 
 def test_plans_and_schedulers_are_of_one_job_each(capsys, workload, other, tmp_path):
@@ -208,7 +185,6 @@ def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_pa
     [
         (("--shift", "1ms"), "--shift: does not apply to one job (expected --share)"),
         (("--hosts", "spread"), "--hosts: does not apply to one job"),
-        (("--best-shift",), "--best-shift: does not apply to one job"),
         (("--workers", "2,3"), "--workers: 2 values for 1 job"),
         (("--share",), "--fabric: 'all' (expected, with --share, one fabric"),
         (("--share", "--fabric", "ring,tree,ring"), "--fabric: 3 values for 2 jobs"),
@@ -218,8 +194,6 @@ def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_pa
         (("--share", "--fabric", "ring", "--workers", "1048576,8"), "workers: 1048584 (expected 1 to 1048576)"),
         (("--share", "--fabric", "rinf"), "did you mean 'ring'"),
         (("--share", "--fabric", "ring", "--shift", "1"), "'1' is not a time"),
-        (("--share", "--fabric", "ring", "--shift", "1ms", "--best-shift"), "--best-shift and --shift"),
-        (("--share", "--fabric", "ring", "--disturb", "link:0:2:0", "--best-shift"), "--best-shift and --disturb"),
         (("--share", "--fabric", "ring", "--disturb", "link:16:2:0"), "link: 16 (expected 0 to 15)"),
         (("--share", "--fabric", "ring", "--disturb", "server:0:2:0"), "server: 0 (there is no server)"),
         (("--share", "--fabric", "ring", "--priority", "high"), "--priority: 'high' is not a whole number"),

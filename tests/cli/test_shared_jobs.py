@@ -96,8 +96,6 @@ def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
     [
         (["--hosts", "together"], "--hosts: together (expected packed, spread or random"),
         (["--priority", "2,1"], "--priority: does not apply to a whole job"),
-        (["--pace", "1s"], "--pace: does not apply to a whole job"),
-        (["--best-shift"], "--best-shift: does not apply to a whole job"),
         (["--workers", 8], "--workers: does not apply to a whole job"),
         (["--fabric", "ring"], "--fabric: does not apply to a whole job"),
         (["--fidelity", "formulas"], "--share: does not apply to --fidelity formulas (expected --fidelity flows)"),

@@ -13,7 +13,7 @@ from legato.schedule import schedule
 from legato.simulator.flow import FABRICS
 
 #: The options of --share.
-JOBS = ("share", "hosts", "shift", "best_shift", "pace", "priority")
+JOBS = ("share", "hosts", "shift", "priority")
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
 
 

@@ -37,16 +37,13 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Network, Phases, SharedJob, SharedNetwork
+    from legato.simulator.flow import Network, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
 __all__ = ["Places", "simulate", "sweep"]
 
 #: The largest number of cells in a sweep; each takes a second or more.
 _MOST_CELLS = 1000
-
-#: The value of --priority that asks for the priorities of Crux.
-BY_INTENSITY = "intensity"
 
 
 @dataclass(frozen=True)
@@ -78,18 +75,8 @@ class Places(Hosts):
 class Timed(Places):
     """The options for measuring iterations of jobs; most take one value for all jobs, or one value for each job."""
 
-    best_shift: bool = setting(
-        False, "Find the shifts with the smallest mean slowdown, and what a wrong shift costs.", "--best-shift"
-    )
-    pace: str | None = setting(
-        None,
-        "Minimum time between the starts of two iterations of a job, so that it keeps its shift.",
-        show_default="none",
-    )
     priority: str | None = setting(
-        None,
-        "Priority of each job on links, such as 2,1 (highest first); or intensity, for the priorities of Crux.",
-        show_default="equal",
+        None, "Priority of each job on links, such as 2,1 (highest first).", show_default="equal"
     )
 
 
@@ -117,32 +104,27 @@ def simulate(
         raise InputError(f"workers: {min(workers)} (expected at least 1)")
     network = _network(workers, given.values(machines.cluster), how)
     options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
-    for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
-        if how.best_shift and there:
-            raise InputError(f"--best-shift and --{option}: give one or the other")
     make_timelines(output, len(workloads), [*paths, *plans, *given.files])
-    priorities = [0] * len(workloads)
-    if how.priority not in (None, BY_INTENSITY):
-        priorities = one_each("priority", how.priority, len(workloads), whole, 0)
+    priorities = {"equal": [0] * len(workloads)}
+    if how.priority is not None:
+        priorities["given"] = one_each("priority", how.priority, len(workloads), whole, 0)
     shared, number = _shared(workloads, workers, network, what, how, options)
     jobs = shared.jobs
-    rows, phases = _rows(shared, how, priorities)
+    rows = _rows(shared, priorities)
     best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
     if output is not None:
         _write(output, shared, best)
     if network.disturbances:
         note_unseen({row["case"]: row["window_s"] for row in rows}, network.disturbances)
-        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), how, priorities)
+        quiet = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), priorities)
         rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
     if json:
-        print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
+        print_json({"cases": rows})
         return
     note_machine(machines.machine)
     words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.how, "by transfers"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
     print_table(_table(", ".join(words), rows), keys=2)
-    if phases is not None:
-        print_table(_drifts(phases))
 
 
 def sweep(
@@ -173,7 +155,7 @@ def sweep(
             advance(done, len(networks))
             network = _network(workers, values, how)
             shared, _ = _shared(workloads, workers, network, what, how, options)
-            ((row, *_), _) = _rows(shared, how, [0] * len(workloads))
+            (row,) = _rows(shared, {"equal": [0] * len(workloads)})
             found.append(values | {key: value for key, value in row.items() if key != "case"})
     if json:
         print_json(found)
@@ -254,7 +236,6 @@ def _jobs(
     schedulers = one_each("scheduler", what.scheduler, count, scheduler_of, "plain")
     plans: list[str | None] = [*one_each("plan", None if what.plan is None else str(what.plan), count, str, "")]
     shift_s = one_each("shift", how.shift, count, parse_seconds, 0.0)
-    pace_s = one_each("pace", how.pace, count, parse_seconds, 0.0)
     jobs = []
     for j, workload in enumerate(workloads):
         name = f"{workload.name} {j + 1}" if titles.count(workload.name) > 1 else workload.name
@@ -268,7 +249,6 @@ def _jobs(
             fabric=fabrics[j],
             plan=plan,
             shift_s=shift_s[j],
-            pace_s=pace_s[j],
         )
         if schedulers[j] != "plain":
             machines = job.machines(network, j)
@@ -277,32 +257,18 @@ def _jobs(
     return jobs
 
 
-def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple[list[dict[str, Any]], Phases | None]:
-    """Return a row for each case: jobs with equal, given or Crux's priorities, and jobs at the best shifts."""
-    from legato.simulator.flow import best_shifts
-
-    own_s = [job.shift_s for job in shared.jobs]
-    cases: dict[str, tuple[Sequence[int], Sequence[float]]] = {"equal": ([0] * len(own_s), own_s)}
-    if how.priority is not None:
-        if how.priority != BY_INTENSITY:
-            cases["given"] = (priorities, own_s)
-        cases[BY_INTENSITY] = (shared.priority_by_intensity, own_s)
-    phases = None
-    if how.best_shift:
-        with progress("shifting jobs") as advance:
-            phases = best_shifts(shared, priority=priorities, progress=advance)
-        cases["best shift"] = (priorities, phases.shift_s)
-    intensity = [_finite(one) for one in shared.intensity]
+def _rows(shared: SharedNetwork, priorities: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Return a row for each case: jobs with equal and with given priorities."""
     rows = []
-    for name, (priority, shift_s) in cases.items():
-        times = shared.run(shift_s, priority)
-        each = zip(times.jobs, priority, shift_s, intensity, strict=True)
+    for name, levels in priorities.items():
+        times = shared.run(levels)
+        each = zip(times.jobs, levels, shared.jobs, strict=True)
         jobs = [
             {
                 "job": one.name,
                 "workers": one.workers,
                 "priority": level,
-                "shift_s": shift,
+                "shift_s": own.shift_s,
                 "alone_s": one.alone_s,
                 "iteration_s": one.iteration_s,
                 "slowdown": one.slowdown,
@@ -310,28 +276,16 @@ def _rows(shared: SharedNetwork, how: Timed, priorities: Sequence[int]) -> tuple
                 "longest_s": one.longest_s,
                 "iterations": one.iterations,
                 "utilization": one.utilization,
-                "intensity": busy,
             }
-            for one, level, shift, busy in each
+            for one, level, own in each
         ]
         row = {"case": name, "window_s": [times.begin_s, times.end_s], "slowdown": _finite(times.slowdown)}
         rows.append({**row, "utilization": times.utilization, "jobs": jobs})
-    return rows, phases
+    return rows
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _phases(phases: Phases) -> dict[str, Any]:
-    return {
-        "shift_s": phases.shift_s,
-        "drift": [{"off": share, "slowdown": _finite(slowdown)} for share, slowdown in phases.drift],
-        "longer_period": None if phases.longer is None else _finite(phases.longer),
-        "mean_over_phases": _finite(phases.mean),
-        "worst_phase": _finite(phases.worst),
-        "phases": [{"shift_s": shift, "slowdown": _finite(slowdown)} for shift, slowdown in phases.phases],
-    }
 
 
 def _slowdown(slowdown: float) -> str:
@@ -379,23 +333,9 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _drifts(phases: Phases) -> Table:
-    """Return a table of the mean slowdown if all jobs start at their best shifts, and if they start at other times."""
-    table = Table(title="when the jobs miss the best shifts", header_style="dim")
-    table.add_column("phase")
-    table.add_column("mean slowdown", justify="right")
-    found: list[tuple[str, float | None]] = [("best shifts", phases.times.slowdown)]
-    found += [(f"off by {share:.0%} of a period", slowdown) for share, slowdown in phases.drift]
-    found += [("the last job's period 1% longer", phases.longer)]
-    found += [("mean over all phases", phases.mean), ("worst phase", phases.worst)]
-    for name, slowdown in found:
-        table.add_row(name, "too large" if slowdown is None else _slowdown(slowdown))
-    return table
-
-
 def _write(folder: Path, shared: SharedNetwork, best: dict[str, Any]) -> None:
     jobs = best["jobs"]
-    times = shared.run([job["shift_s"] for job in jobs], [job["priority"] for job in jobs])
+    times = shared.run([job["priority"] for job in jobs])
     every = zip(timeline_paths(folder, len(jobs)), times.jobs, strict=True)
     written = [path for path, job in every if job.iteration_s is not None]  # a job that starves has no timeline
     for path, timeline in zip(written, times.timelines(), strict=True):

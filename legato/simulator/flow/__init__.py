@@ -19,7 +19,6 @@ from legato.simulator.flow.iterations.run import plain_plan, simulate_flow
 from legato.simulator.flow.network.disturbances import Disturbance
 from legato.simulator.flow.network.network import SHARING, Network
 from legato.simulator.flow.shared.jobs import JobTimes, SharedJob, SharedNetwork, SharedTimes, simulate_jobs
-from legato.simulator.flow.shared.phases import Phases, best_shifts
 from legato.simulator.flow.shared.placement import PLACEMENTS, place
 
 __all__ = [
@@ -32,11 +31,9 @@ __all__ = [
     "FlowResult",
     "JobTimes",
     "Network",
-    "Phases",
     "SharedJob",
     "SharedNetwork",
     "SharedTimes",
-    "best_shifts",
     "fabric",
     "place",
     "plain_plan",

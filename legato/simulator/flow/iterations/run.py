@@ -228,7 +228,7 @@ class Case:
         return Topology(graph, network, size, fabric.servers, fabric.host_shape(network))
 
     def unroll(self, topology: Topology, begin: Ids | None = None) -> Unrolled:
-        """Return the graph to simulate on a topology. With `begin`, iteration k begins after service `begin[k]`."""
+        """Return the graph to simulate on a topology. The first iteration waits for the service `begin`."""
         size = topology.size
         durations = np.array([[op.duration_s for op in one.ops] for one in self.workloads[:size]])
         if len(durations) < size:

@@ -81,17 +81,15 @@ class Unrolled:
         self._launched: list[Ids] = []  # all messages that workers send, in the order in which they are launched
         self._done: list[Ids] = []  # services that end when such a message has arrived on all workers
         self.iterations: list[Iteration] = []
-        self._begin: Ids = np.empty(0, np.int32)
 
     def build(self, begin: Ids | None = None) -> Unrolled:
-        """Add all iterations to the graph, and return self. If service `begin[k]` exists, iteration k waits for it."""
+        """Add all iterations to the graph, and return self. The first iteration waits for the service `begin`."""
         if begin is not None:
-            self._begin = begin
+            self._last_op = np.broadcast_to(begin, self.topology.size)
         if self.fabric.servers:
-            released = np.broadcast_to(self.graph.add((1, 1)), (len(self.distributing), 1))
+            first = self.graph.add((1, 1)) if begin is None else begin
+            released = np.broadcast_to(first, (len(self.distributing), 1))
             for k in range(len(self.slowdown)):
-                released = self._held(k, released)
-                self._hold_workers(k)
                 received = self.fabric.distribute(self.topology, self.distributing, released)
                 forward = self._compute(self.forward, k)
                 self._wait_for_reads(forward, received)
@@ -102,7 +100,6 @@ class Unrolled:
                 released = self._summed_for(summed)
         else:
             for k in range(len(self.slowdown)):
-                self._hold_workers(k)
                 backward = self._compute(self.backward, k)
                 launched = self._launch(backward)
                 summed = self.fabric.reduce(self.topology, self.reducing, launched[self.reducing.message])
@@ -138,19 +135,6 @@ class Unrolled:
         """Return, for each tensor, the place of its first reader in the forward pass, or the end of the pass."""
         at, never = self.forward.at, len(self.forward.ops)
         return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
-
-    def _held(self, k: int, services: Ids) -> Ids:
-        """Return services that end when `services` have ended and iteration k is allowed to begin."""
-        if k >= len(self._begin):
-            return services
-        return self.graph.join(np.stack(np.broadcast_arrays(services, self._begin[k]), axis=-1))
-
-    def _hold_workers(self, k: int) -> None:
-        """Let the workers wait until iteration k is allowed to begin."""
-        if self._last_op is not None:
-            self._last_op = self._held(k, self._last_op)
-        elif k < len(self._begin):
-            self._last_op = np.broadcast_to(self._begin[k], self.topology.size)
 
     def _compute(self, stream: Stream, k: int) -> Ids:
         """Add the segments of a stream, after the earlier computation of the workers."""

@@ -1,5 +1,1 @@
-"""Several jobs on one network.
-
-`placement.py` places the jobs, `jobs.py` simulates how they slow each other down, and `phases.py` finds when each job
-should begin.
-"""
+"""Several jobs on one network: `placement.py` places them, and `jobs.py` simulates how they slow each other down."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +66,7 @@ class SharedJob:
     Worker w of the job runs as worker `hosts[w]` of the network, with that worker's host, link and speed. If hosts have
     several GPUs, each worker of the network is one GPU. Workers of several jobs may be on one host. With `plan` None,
     each tensor has its own message (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the
-    simulation. With a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`, so the job keeps its phase.
-    Without a `pace_s`, an iteration begins as soon as it can. Links serve the transfers of jobs with a higher
-    `priority` first.
+    simulation. Links serve the transfers of jobs with a higher `priority` first.
 
     Raises `InputError` on values out of range.
     """
@@ -79,15 +77,13 @@ class SharedJob:
     fabric: Fabric | str = "ring"
     plan: Plan | None = None
     shift_s: float = 0.0
-    pace_s: float = 0.0
     priority: int = 0
 
     def __post_init__(self) -> None:
         if not self.hosts or len(set(self.hosts)) < len(self.hosts):
             raise InputError(f"{self.name}: {len(self.hosts)} hosts (expected at least one, and each of them once)")
-        for name in ("shift_s", "pace_s"):
-            if not 0 <= getattr(self, name) <= _LONGEST_S:
-                raise InputError(f"{self.name}: {name} {getattr(self, name)} (expected 0 to {_LONGEST_S:.0e} seconds)")
+        if not 0 <= self.shift_s <= _LONGEST_S:
+            raise InputError(f"{self.name}: shift_s {self.shift_s} (expected 0 to {_LONGEST_S:.0e} seconds)")
 
     def machines(self, network: Network, number: int) -> Network:
         """Return the hosts of this job, the `number`-th job on a network, as a separate network with one switch.
@@ -219,15 +215,8 @@ class SharedTimes:
         return Timeline(self.jobs[i].name, "predicted", iteration_s, tuple(spans), job=self.jobs[i].name)
 
 
-class _Alone(NamedTuple):
-    """A job alone: the ends of its iterations, and the seconds per iteration in which its busiest link is busy."""
-
-    ends_s: Times
-    busiest_s: float
-
-
 class SharedNetwork:
-    """Jobs on a network as one graph, which can be run again with other shifts.
+    """Jobs on a network as one graph, which can be run again with other priorities.
 
     Times of disturbances are relative to the start of the simulation. Workers are numbered as in the network, and the
     servers of all jobs are numbered consecutively.
@@ -247,23 +236,18 @@ class SharedNetwork:
         check_numbers(network.disturbances, {"server": sum(case.fabric.servers for case in self._cases)})
         self._check_size([iterations] * len(jobs))
         few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
-        #: The seconds of an iteration of each job alone, with the job's pace.
-        self.period_s = [
-            max(float(one.ends_s[-1] - one.ends_s[-2]), job.pace_s) for one, job in zip(few, jobs, strict=True)
-        ]
-        self._counts = self._enough(iterations)
-        self._check_size(self._counts)
-        self._alone = [self._simulate_alone(i, count) for i, count in enumerate(self._counts)]
-        self._unrolled, self._begins, self._services = self._build(range(len(jobs)), self._counts, wait=True)
+        counts = self._enough(iterations, [float(ends_s[-1] - ends_s[-2]) for ends_s in few])
+        self._check_size(counts)
+        self._alone_ends_s = [self._simulate_alone(i, count) for i, count in enumerate(counts)]
+        self._unrolled, self._begins, self._services = self._build(range(len(jobs)), counts, wait=True)
 
-    def _enough(self, iterations: int) -> list[int]:
-        """Return the number of iterations of each job. The numbers suffice for shifts up to the period of each job."""
-        for job, period in zip(self.jobs, self.period_s, strict=True):
+    def _enough(self, iterations: int, period_s: Sequence[float]) -> list[int]:
+        """Return the number of iterations of each job, whose iterations take `period_s` if the job is alone."""
+        for job, period in zip(self.jobs, period_s, strict=True):
             if period <= 0:
                 raise InputError(f"{job.name}: its iterations take no time (expected computation or messages)")
-        shift_s = [max(job.shift_s, period) for job, period in zip(self.jobs, self.period_s, strict=True)]
-        until_s = iterations * max(self.period_s) + max(shift_s)
-        counts = [math.ceil(until_s / period) + 2 for period in self.period_s]
+        until_s = iterations * max(period_s) + max(*period_s, *(job.shift_s for job in self.jobs))
+        counts = [math.ceil(until_s / period) + 2 for period in period_s]
         for job, count in zip(self.jobs, counts, strict=True):
             if count > _MOST_OF_ONE:
                 raise TooLargeError(
@@ -291,45 +275,20 @@ class SharedNetwork:
     def num_services(self) -> int:
         return len(self._services.records)
 
-    @property
-    def intensity(self) -> list[float]:
-        """Return the GPU intensity of each job (Crux, SIGCOMM 2024): computation over communication in an iteration.
-
-        Computation is the sum of all workers' seconds. Communication is the time in which the job keeps its busiest
-        link busy. The intensity of a job that does not communicate is infinite.
-        """
-        found = []
-        for case, unrolled, alone in zip(self._cases, self._unrolled, self._alone, strict=True):
-            compute_s = _compute_s(unrolled, 0, len(unrolled.slowdown)) * case.network.workers
-            found.append(compute_s / alone.busiest_s if alone.busiest_s > 0 else math.inf)
-        return found
-
-    @property
-    def priority_by_intensity(self) -> list[int]:
-        """Return priorities that let the jobs with the highest GPU intensity go first, as in Crux.
-
-        The lowest priority is 1. Jobs with the same intensity (to nine digits) have the same priority.
-        """
-        rounded = [float(f"{one:.9g}") for one in self.intensity]
-        levels = sorted(set(rounded))
-        return [levels.index(one) + 1 for one in rounded]
-
-    def run(self, shift_s: Sequence[float] | None = None, priority: Sequence[int] | None = None) -> SharedTimes:
-        """Simulate the jobs. `shift_s` and `priority` replace the jobs' own shifts and priorities."""
-        shifts = [job.shift_s for job in self.jobs] if shift_s is None else list(shift_s)
+    def run(self, priority: Sequence[int] | None = None) -> SharedTimes:
+        """Simulate the jobs. `priority` replaces the jobs' own priorities."""
         records = self._services.records.copy()
-        for job, begin, shift in zip(self.jobs, self._begins, shifts, strict=True):
-            records["work_s"][begin] = shift + job.pace_s * np.arange(len(begin))
         levels = [job.priority for job in self.jobs] if priority is None else list(priority)
         self._run(self._services._replace(records=records), self._unrolled, self._of_services(levels))
         ends = tuple(_ends_s(unrolled, records) for unrolled in self._unrolled)
         end_s = min(float(one[-2]) for one in ends)
-        begin_s = max(shifts) + (end_s - max(shifts)) / 4
+        last_s = max(job.shift_s for job in self.jobs)
+        begin_s = last_s + (end_s - last_s) / 4
         times = tuple(self._times(i, one, records, begin_s, end_s) for i, one in enumerate(ends))
         return SharedTimes(begin_s, end_s, times, ends, self._unrolled, records)
 
     def _times(self, i: int, ends_s: Times, records: NDArray[Any], begin_s: float, end_s: float) -> JobTimes:
-        name, workers, alone_s = self.jobs[i].name, len(self.jobs[i].hosts), self._alone[i].ends_s
+        name, workers, alone_s = self.jobs[i].name, len(self.jobs[i].hosts), self._alone_ends_s[i]
         inside = np.flatnonzero((begin_s <= ends_s) & (ends_s <= end_s))
         if len(inside) < 3:
             return JobTimes(name, workers, float(alone_s[-1] - alone_s[0]) / (len(alone_s) - 1))
@@ -346,21 +305,19 @@ class SharedNetwork:
             utilization=_computed_s(self._unrolled[i], records, first + 1, last + 1) / iteration_s,
         )
 
-    def _simulate_alone(self, i: int, count: int) -> _Alone:
-        """Simulate `count` iterations of a job alone on its hosts from time 0, without its pace or disturbances."""
+    def _simulate_alone(self, i: int, count: int) -> Times:
+        """Return the ends of `count` iterations of a job alone on its hosts from time 0, without disturbances."""
         (unrolled,), _, services = self._build([i], [count], wait=False)
         self._run(services, [unrolled])
-        wired = services.records["link"] >= 0
-        busy_s = np.bincount(services.records["link"][wired], services.records["work_s"][wired])
-        return _Alone(_ends_s(unrolled, services.records), float(busy_s.max(initial=0.0)) / count)
+        return _ends_s(unrolled, services.records)
 
     def _build(
         self, chosen: Sequence[int], counts: Sequence[int], *, wait: bool
     ) -> tuple[list[Unrolled], list[Ids], Services]:
         """Return the graph of `counts` iterations of the chosen jobs.
 
-        With `wait`, iterations wait for services that delay their start, and the function returns the services, too.
-        Without `wait`, there are no disturbances.
+        The function also returns, for each job, the service for which the job waits. With `wait`, this service delays
+        the job by its shift. Without `wait`, there are no shifts and no disturbances.
         """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
@@ -375,7 +332,7 @@ class SharedNetwork:
                 all_servers=sum(servers),
                 seed=self._cases[i].network.seed,
             )
-            begins.append(graph.add(((count if self.jobs[i].pace_s else 1) if wait else 0,)))
+            begins.append(graph.add((1,), work_s=self.jobs[i].shift_s if wait else 0.0))
             unrolled.append(replace(self._cases[i], iterations=count).unroll(topology, begins[-1]))
         return unrolled, begins, graph.freeze(unrolled[0].topology.num_links)
 

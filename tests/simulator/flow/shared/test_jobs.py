@@ -277,18 +277,12 @@ def test_two_jobs_that_share_a_link_fairly_keep_their_phase(shift, first, second
     assert [times.iteration_s for times in found.jobs] == pytest.approx([period + max(meets)] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("pace", [0.0, 18.0])
-def test_a_pace_keeps_jobs_in_phase_whose_periods_differ(pace):
+def test_jobs_whose_periods_differ_drift():
     """6 s of communication each, in periods of 16 and 16.8 s: fairly shared, they drift, and meet in 12 of 16.8 s of
-    phases, by half of it on average. With a pace of 18 s and a shift of 9 they never meet."""
-    jobs = [on_off("a", 10, 6, pace_s=pace), on_off("b", 10.8, 6, shift_s=9.0, pace_s=pace)]
+    phases, by half of it on average."""
+    jobs = [on_off("a", 10, 6), on_off("b", 10.8, 6, shift_s=9.0)]
     found = simulate_jobs(jobs, replace(QUICK, sharing="fair"), iterations=40)
-    if pace:
-        assert [times.iteration_s for times in found.jobs] == pytest.approx([18.0, 18.0])
-        assert [times.longest_s for times in found.jobs] == pytest.approx([18.0, 18.0])
-        assert [times.utilization for times in found.jobs] == pytest.approx([10 / 18, 10.8 / 18])
-    else:
-        assert all(times.slowdown > 1.02 and times.longest_s > times.shortest_s + 1 for times in found.jobs)
+    assert all(times.slowdown > 1.02 and times.longest_s > times.shortest_s + 1 for times in found.jobs)
 
 
 ring_jobs = st.lists(
@@ -298,7 +292,6 @@ ring_jobs = st.lists(
         st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1, max_size=3),
         st.integers(10**5, 10**6),
         st.integers(0, 10**6),
-        st.sampled_from([0, 10**6 + 1]),
     ),
     min_size=1,
     max_size=3,
@@ -327,7 +320,6 @@ class RingJob:
     nbytes: list[float]
     forward: float
     shift: float = 0.0
-    pace: float = 0.0
     priority: int = 0
     ends: list = field(default_factory=list)
 
@@ -411,10 +403,8 @@ class JobRun:
     def begin_worker(self, k, r):
         if k == self.iterations:
             return
-        at = self.job.shift + k * self.job.pace if k == 0 or self.job.pace else 0.0
-        wait = max(at - self.world.now, 0.0)
         self.left[k, r] = len(self.job.nbytes)
-        self.world.after(wait, lambda: self.compute(k, r, 0))
+        self.world.after(self.job.shift if k == 0 else 0.0, lambda: self.compute(k, r, 0))
 
     def compute(self, k, r, op):
         if op == len(self.job.backward):
@@ -472,11 +462,11 @@ def test_a_simulation_of_single_events_agrees(priorities, drawn, latency):
     """
     scale, latency_s = (1.0, 1.137, 1.291, 1.523), latency * 1e-6 * math.sqrt(3)
     jobs, by_hand = [], []
-    for (order, workers, ops, forward, shift, pace), priority in zip(drawn, priorities, strict=False):
+    for (order, workers, ops, forward, shift), priority in zip(drawn, priorities, strict=False):
         hosts, sizes = tuple(order[:workers]), [size for _, size in ops]
         backward = [(seconds + math.sqrt(2 + len(jobs))) * 1e-6 for seconds, _ in ops]
         workload = ring_job(backward, sizes, forward * 1e-6)
-        options = {"shift_s": shift * 1e-6, "pace_s": pace * 1e-6, "priority": priority}
+        options = {"shift_s": shift * 1e-6, "priority": priority}
         jobs.append(SharedJob(name=str(len(jobs)), workload=workload, hosts=hosts, fabric=ANY_IN_FLIGHT, **options))
         by_hand.append(RingJob(hosts, backward, sizes, forward * 1e-6, *options.values()))
     net = Network(workers=4, bandwidth_bps=8e6, latency_s=latency_s, send_s=0.0, link_scale=scale)
@@ -511,19 +501,12 @@ def test_a_job_can_starve():
 
 def test_all_jobs_run_until_the_slowest_one_has_its_iterations():
     """Also if it begins a period after the others."""
-    jobs = [on_off("slow", 10, 6), SharedJob(name="quick", workload=on_off("b", 1, 1).workload, hosts=(2, 3))]
-    found = SharedNetwork(jobs, network(4), iterations=5).run(shift_s=[16.0, 0.0])
+    jobs = [
+        on_off("slow", 10, 6, shift_s=16.0),
+        SharedJob(name="quick", workload=on_off("b", 1, 1).workload, hosts=(2, 3)),
+    ]
+    found = SharedNetwork(jobs, network(4), iterations=5).run()
     assert found.end_s >= 16 + 5 * 16 and all(job.slowdown == pytest.approx(1.0) for job in found.jobs)
-
-
-def test_intensity_is_computation_of_all_workers_over_communication():
-    """Crux's measure: 3 s and 8 s of two workers, over 6 s and 2 s of a link."""
-    shared = SharedNetwork([on_off("a", 3, 6), on_off("b", 8, 2)], QUICK)
-    assert shared.intensity == pytest.approx([6 / 6, 16 / 2]) and shared.priority_by_intensity == [1, 2]
-    alone = SharedJob(name="c", workload=job(), hosts=(0,))
-    assert SharedNetwork([alone, *shared.jobs], QUICK).priority_by_intensity == [3, 1, 2]
-    alike = [replace(shared.jobs[0], name=name, hosts=hosts) for name, hosts in (("a", (0, 1)), ("b", (3, 2)))]
-    assert SharedNetwork(alike, network(4)).priority_by_intensity == [1, 1]
 
 
 def test_timelines_are_of_one_moment_and_have_an_iteration_each():
@@ -645,7 +628,7 @@ def test_impossible_values_are_refused():
         ({"hosts": ()}, "a: 0 hosts"),
         ({"hosts": (0, 0)}, "a: 2 hosts"),
         ({"shift_s": -1.0}, "a: shift_s"),
-        ({"pace_s": math.nan}, "a: pace_s"),
+        ({"shift_s": math.nan}, "a: shift_s"),
     ):
         with pytest.raises(InputError, match=words):
             replace(A, **values)
