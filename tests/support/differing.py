@@ -284,7 +284,8 @@ APART = {
     **dict.fromkeys(["in_parts", "mesh"], ON_A_PART),
     "idle_part": ON_A_PART | {"group_made"},
     "joined": COLLECTIVES | SECOND | FORWARDS | {"group_made", "one_updates"},
-    "step_raises@some": COLLECTIVES | SECOND | {"closures", "lbfgs", "one_updates"},
+    "step_raises@some": COLLECTIVES | SECOND | {"closures", "lbfgs", "one_updates", "optimizer_copied_midway",
+                                                "copied_midway", "copied_with_optimizers", *ON_LEGATO.split()},
     "one_updates": {"lbfgs", "closures", "late_optimizer", "step_raises", "two_models_one_optimizer", "states_changed",
                     "optimizer_copied_midway", "group_added_later", "step_hooks", *ON_LEGATO.split()},
 }  # fmt: skip
