@@ -115,7 +115,7 @@ Wire = Annotated[
     ),
 ]
 Fidelity = Annotated[
-    Literal["formulas", "transfers", "flows", "collective", "flow"] | None,
+    Literal["formulas", "transfers", "flows"] | None,
     typer.Option(
         help="Detail of the simulation: transfers on every link (flows for whole jobs), or formulas for the time of "
         "each message or collective, as planners use them.",

@@ -50,8 +50,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "iteration_s": ("predicted", format_seconds),
     "undisturbed_s": ("undisturbed", format_seconds),
     "longest_s": ("longest", format_seconds),
-    "lost_s": ("lost", format_seconds),
-    "propagated": ("propagated", lambda v: percent(v, 0)),
     "measured_s": ("measured", format_seconds),
     "quartiles_s": ("quartiles", lambda v: " to ".join(map(format_seconds, v))),
     "predicted_s": ("predicted", format_seconds),
@@ -214,14 +212,10 @@ def note(text: str) -> None:
 
 
 def fidelity_of(given: str | None, detailed: Literal["transfers", "flows"]) -> Any:
-    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default. Print a note on an old name.
+    """Return the requested fidelity, `formulas` or `detailed`; `detailed` is the default.
 
     Raises `InputError` on any other name, such as the detailed fidelity of another kind of input.
     """
-    if given in ("collective", "flow"):
-        found = "formulas" if given == "collective" else detailed
-        note(f"--fidelity {given} is now called {found}")
-        return found
     if given not in (None, "formulas", detailed):
         raise InputError(f"--fidelity: {given} (expected formulas or {detailed} here)")
     return given or detailed

@@ -42,7 +42,6 @@ class Axis:
     write: Callable[[Any], str] = str
     words: str = ""  # the words for titles: {} becomes the value, and {s} a plural; by default none
     title: str = ""  # the label of a plot's axis; by default the heading of the column
-    more_is_better: bool | None = None  # whether a higher value makes iterations faster (True) or slower (False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "field", self.field or self.name)
@@ -71,23 +70,19 @@ def _ratio(value: float) -> str:
     return f"{value:g}:1"
 
 
-def _factor(value: float) -> str:
-    return f"{value:g}x"
-
-
 # fmt: off
 #: Options of the network, in the order of `--help`. The columns of a sweep have the same order.
 NETWORK = (
     Axis("workers", "Number of workers.", int, 8, most=2**20,
          in_cluster=True, each_job=True, column="workers", words="{} worker{s}"),
     Axis("servers", "Number of parameter servers.", int, 1, shown="1 on fabrics with servers", least=1, most=2**16,
-         in_cluster=True, column="servers", write=lambda value: str(value or ""), more_is_better=True),
+         in_cluster=True, column="servers", write=lambda value: str(value or "")),
     Axis("bandwidth", "Bandwidth of each worker's link, such as 10Gbit.", str, "10Gbit",
          field="bandwidth_bps", parse=parse_bandwidth, in_cluster=True,
-         column="link", write=format_bandwidth, words="{}", title="link bandwidth", more_is_better=True, part="links"),
+         column="link", write=format_bandwidth, words="{}", title="link bandwidth", part="links"),
     Axis("latency", "Latency from one worker to another, such as 30us.", str, "30us",
          field="latency_s", parse=parse_seconds, in_cluster=True,
-         column="latency", write=format_seconds, words="latency {}", more_is_better=False, part="links"),
+         column="latency", write=format_seconds, words="latency {}", part="links"),
     Axis("send", "Part of the latency during which the sender is busy.",
          shown="5us, at most the latency", field="send_s", parse=parse_seconds, in_cluster=True),
     Axis("gpus_per_host", "Workers (GPUs) in each host; they are numbered host by host.", int, 1,
@@ -95,7 +90,7 @@ NETWORK = (
     Axis("gpus_per_card", "Number of GPUs in a host that share a network card.", int, 1, words="{} GPU{s} per card"),
     Axis("local_bandwidth", "Bandwidth of each GPU's link inside its host.", str, "100Gbit",
          field="local_bandwidth_bps", parse=parse_bandwidth, column="link inside hosts", write=format_bandwidth,
-         words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True, part="links"),
+         words="{} inside hosts", title="bandwidth inside hosts", part="links"),
     Axis("topology", "How switches connect the hosts: leaf-spine (racks below spines; a single rack is one switch), "
          "fat-tree, or rails (card i of every host connects to leaf i).",
          Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}", part="switches"),
@@ -106,7 +101,7 @@ NETWORK = (
     Axis("ports", "Number of ports of each switch in a fat tree.", int,
          shown="the fewest that suffice", words="{} port{s}", part="switches"),
     Axis("oversubscription", "Oversubscription between a leaf and the spines; 4 means 4:1.", float, 1.0,
-         column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False, part="switches"),
+         column="oversubscription", write=_ratio, words="oversubscription {}", part="switches"),
     Axis("core_oversubscription",
          "Oversubscription between a pod of a fat tree and the cores.", float, 1.0,
          write=_ratio, words="core oversubscription {}", part="switches"),
@@ -119,11 +114,6 @@ NETWORK = (
     Axis("reduce", "Time to add up one MiB of gradients, such as 50us.", str, "0",
          field="reduce_s_per_byte", parse=lambda text: parse_seconds(text) / 2**20, in_cluster=True,
          write=lambda value: format_seconds(value * 2**20), words="reduction {} per MiB"),
-    Axis("slow", "Slowdown factor of the last worker's computation.", float, 1.0,
-         column="slow", write=_factor, words="slow {}", title="slowdown of the last worker", more_is_better=False),
-    Axis("slow_link", "Slowdown factor of the last worker's link.", float, 1.0,
-         column="slow link", write=_factor, words="slow link {}", title="slowdown of the last worker's link",
-         more_is_better=False),
     Axis("jitter", "Jitter of computation: sigma of each worker's lognormal slowdown.", float, 0.0,
          column="jitter", write=lambda value: f"{value:g}", words="jitter {}"),
     Axis("seed", "Random seed, also for ECMP's choice of paths.", int, 0, part="switches"),

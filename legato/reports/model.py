@@ -68,10 +68,8 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cell of a sweep.
 
     `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds. `speedup` is relative
-    to the sweep's first fabric and scheduler on the same cluster. If the cell is slower than a cell that differs only
-    by a slower link, more latency or fewer servers, `anomaly` has the axis and value of that cell, such as
-    `bandwidth_bps=1e+09` (`sweeps/anomalies.py`). Results that a cell does not have are None; if it has no results at
-    all, `error` says why.
+    to the sweep's first fabric and scheduler on the same cluster. Results that a cell does not have are None; if it has
+    no results at all, `error` says why.
     """
 
     workload: str
@@ -87,7 +85,6 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     utilization: float | None = None
     num_messages: int | None = None
     wall_s: float | None = None
-    anomaly: str | None = None
     error: str | None = None
 
     @property

@@ -48,8 +48,6 @@ class Axes(TypedDict, total=False):
     sharing: str
     server_bandwidth_bps: float | None
     reduce_s_per_byte: float
-    slow: OneOrMore[float]
-    slow_link: OneOrMore[float]
     jitter: OneOrMore[float]
     seed: int
     disturb: OneOrMore[str]

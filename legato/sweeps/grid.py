@@ -22,7 +22,6 @@ from legato.simulator.flow import Network, fabrics
 from legato.simulator.flow.fabrics import Fabric, check_options, fitting
 from legato.simulator.flow.iterations.run import check_iterations
 from legato.simulator.flow.network.disturbances import UNDISTURBED, parse_disturbances
-from legato.simulator.flow.network.network import last_worker
 
 __all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
 
@@ -40,20 +39,10 @@ _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 
 
 def network_of(values: Mapping[str, Any]) -> Network:
-    """Return the network with these values of the axes (by field).
-
-    Most axes are fields of `Network`; `slow` and `slow_link` make the computation and the link of the last worker
-    slower by these factors. Raises `InputError` on numbers outside their range.
-    """
+    """Return the network with these values of the axes (by field). Raises `InputError` on numbers out of range."""
     fields = {name: value for name, value in values.items() if name != SERVERS.field}
-    slow, slow_link, disturb = (fields.pop(name) for name in ("slow", "slow_link", "disturb"))
-    workers, gpus_per_card = fields["workers"], fields["gpus_per_card"]
-    return Network(
-        **fields,
-        compute_scale=last_worker("slow", slow, workers),
-        link_scale=last_worker("slow_link", slow_link, workers, gpus_per_card),
-        disturbances=parse_disturbances(disturb),
-    )
+    disturbances = parse_disturbances(fields.pop("disturb"))
+    return Network(**fields, disturbances=disturbances)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

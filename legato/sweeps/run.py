@@ -12,7 +12,6 @@ from legato.core import files
 from legato.core.axes import SERVERS, SWEPT
 from legato.core.results import Results
 from legato.reports.model import SweepRow
-from legato.sweeps.anomalies import mark_anomalies
 from legato.sweeps.cell import Outcome, run_cell
 from legato.sweeps.grid import Cell, Grid
 from legato.sweeps.journal import Journal
@@ -121,7 +120,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[Sw
                 error=out.error,
             )
         )
-    return Results(mark_anomalies(rows))
+    return Results(rows)
 
 
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from legato.simulator.flow import FABRICS, Network
 from legato.sweeps.grid import network_of
 
 #: They make something else of the network than a field with their name.
-MADE_OF = {"slow": "compute_scale", "slow_link": "link_scale", "disturb": "disturbances"}
+MADE_OF = {"disturb": "disturbances"}
 
 
 @pytest.mark.parametrize("axis", [axis for axis in NETWORK if axis is not SERVERS], ids=lambda axis: axis.name)

@@ -408,7 +408,6 @@ def test_an_option_that_several_verbs_have_is_the_same_in_all():
         "spines",
         "topology",
         "balance",
-        "slow",
         "jitter",
         "disturb",
     ):

@@ -103,11 +103,13 @@ def test_hosts_that_are_not_full_are_there(capsys, workload):
 @pytest.mark.parametrize(
     "slower, refused",
     [
-        (("--slow", 2), "slow: GPU 7, on which no job has a worker (expected one of the 6 with a worker, of 8)"),
-        (("--slow-link", 2), "slow_link: GPU 7, on which"),
-        (("--slow-link", 2, "--gpus-per-card", 2), "slow_link: GPU 6, on which"),
-        (("--slow-link", 2, "--gpus-per-card", 4), None),
-        (("--slow-link", 2, "--topology", "rails", "--spines", 0), None),
+        (
+            ("--disturb", "compute:7:2:0"),
+            "GPU 7, on which no job has a worker (expected one of the 6 with a worker, of 8)",
+        ),
+        (("--disturb", "link:6:2:0", "--gpus-per-card", 2), "link: GPU 6, on which"),
+        (("--disturb", "link:7:2:0", "--gpus-per-card", 4), None),
+        (("--disturb", "link:7:2:0", "--topology", "rails", "--spines", 0), None),
         (("--disturb", "compute:5:2:0,compute:6:2:0"), "compute: GPU 6, on which"),
         (("--disturb", "compute:5:2:0"), None),
         (("--disturb", "link:6:2:0"), "link: GPU 6, on which"),

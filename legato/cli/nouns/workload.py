@@ -212,12 +212,10 @@ def _disturbed(
     quiet = replace(simulation, network=replace(network, disturbances=())).run(plan, name, fabric)
     assert not isinstance(quiet, Timeline)
     ends_s, quiet_s = found.end_s.tolist(), float(quiet.end_s[-1])
-    lost_s = network.lost_s(ends_s[-1], fabric.host_shape(network))
-    propagated = (ends_s[-1] - quiet_s) / lost_s if lost_s > 0 else None
     each_s = [end - before for before, end in itertools.pairwise([0.0, *ends_s])]
     more = {"longest_s": max(each_s)} if len(each_s) > 1 else {}
     means_s = {"iteration_s": ends_s[-1] / len(each_s), "undisturbed_s": quiet_s / len(each_s)}
-    return {**means_s, **more, "lost_s": lost_s, "propagated": propagated}
+    return {**means_s, **more}
 
 
 def sweep(
@@ -277,13 +275,12 @@ def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
         _Column(f"speedup {over(rows)}", lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x"),
         _Column("above bound", lambda row: "" if row.gap is None else percent(row.gap, signed=True)),
         _Column("utilization", lambda row: "" if row.utilization is None else percent(row.utilization)),
-        _Column("faster with", lambda row: row.anomaly or ""),
     ]
 
 
 def _is_shown(head: str, texts: set[str]) -> bool:
     """Return whether the table shows this column: columns with different values and a few important ones are shown."""
-    return len(texts) > 1 or head == "iteration" or (head in ("utilization", "faster with") and bool(texts))
+    return len(texts) > 1 or head == "iteration" or (head == "utilization" and bool(texts))
 
 
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
@@ -338,9 +335,6 @@ def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
     for error in dict.fromkeys(row.error for row in failed):
         names = ", ".join(dict.fromkeys(f"{row.scheduler} on {row.fabric}" for row in failed if row.error == error))
         note(f"{sum(row.error == error for row in failed):,} failed ({names}): {error}")
-    if odd := sum(row.anomaly is not None for row in rows):
-        cells_are = "1 cell is" if odd == 1 else f"{odd:,} cells are"
-        note(f"{cells_are} slower than a cell with slower links, more latency or fewer servers (Graham's anomalies)")
 
 
 def _fastest_each(rows: Sequence[SweepRow]) -> list[SweepRow]:

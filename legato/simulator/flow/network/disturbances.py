@@ -132,15 +132,6 @@ class Profile(NamedTuple):
             at[going] = until
         return ended
 
-    def lost_s(self, until_s: float) -> float:
-        """Return how many seconds of work at full speed are lost up to `until_s`."""
-        ends = [*self.start_s[1:], math.inf]
-        return math.fsum(
-            (min(end, until_s) - start) * (1 - 1 / factor)
-            for start, end, factor in zip(self.start_s, ends, self.factor, strict=True)
-            if start < until_s
-        )
-
 
 @dataclass(frozen=True)
 class Profiles:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from legato.collectives import COLLECTIVES, RING
 from legato.core.cluster import PARAMETER_SERVER, SEND_S, Cluster, sending_s
 from legato.core.errors import InputError, unknown_name
-from legato.simulator.flow.network.disturbances import Disturbance, Profile, check_numbers
+from legato.simulator.flow.network.disturbances import Disturbance, check_numbers
 from legato.simulator.flow.network.switches import Balance, HostShape, Switches, TopologyName
 
-__all__ = ["PRICED_AS", "SHARING", "Network", "Sharing", "last_worker"]
+__all__ = ["PRICED_AS", "SHARING", "Network", "Sharing"]
 
 #: How transfers share a link: first come, first served, or all at once at max-min fair rates.
 Sharing = Literal["fifo", "fair"]
@@ -233,19 +233,6 @@ class Network:
         """Return whether there are disturbances."""
         return any(one.factor != 1 for one in self.disturbances)
 
-    def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
-        """Return the seconds at full speed that disturbances cost all links and workers together up to `until_s`.
-
-        A disturbance can take the same time from several links: all links of a card, of a leaf to its spines, or of a
-        spine. This time counts only once. `shape` is the shape of the hosts as a fabric sees them (None: `host_shape`).
-        """
-        _, gpus_per_card = self.host_shape if shape is None else shape
-        by: dict[tuple[str, int], list[Disturbance]] = {}
-        for one in self.disturbances:
-            number = one.number // gpus_per_card if one.kind == "link" else one.number
-            by.setdefault((one.kind, number), []).append(one)
-        return math.fsum(Profile.of(these).lost_s(until_s) for these in by.values())
-
     @property
     def uniform(self) -> bool:
         """Return whether all workers have the same speed and equal links at all times."""
@@ -276,18 +263,6 @@ class Network:
         if self.compute_scale:
             factors *= np.asarray(self.compute_scale)
         return factors
-
-
-def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple[float, ...]:
-    """Return scale factors for a `Network`: `factor` for the last `alike` workers, and 1 for all other workers.
-
-    Raises `InputError` if the factor is out of range; the error calls the factor `name`.
-    """
-    _check_factor(name, factor)
-    # in the last two cases, `Network` raises an error
-    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:
-        return ()
-    return (*[1.0] * (workers - alike), *[factor] * alike)
 
 
 def _check_factor(name: str, factor: float) -> None:

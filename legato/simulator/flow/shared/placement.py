@@ -66,17 +66,13 @@ def check_taken(taken: set[int], network: Network) -> None:
     without a worker.
     """
     cards = {host // network.gpus_per_card for host in taken}
-    of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
-    slower: list[tuple[str, int]] = [(one.kind, one.number) for one in of_gpus]
-    slower += [("slow", number) for number, factor in enumerate(network.compute_scale) if factor != 1]
-    slower += [("slow_link", number) for number, factor in enumerate(network.link_scale) if factor != 1]
-    for name, number in slower:
-        used = number in taken
-        if "link" in name:
-            used = not network.switches.connected or number // network.gpus_per_card in cards
+    for one in network.disturbances:
+        used = one.kind not in ("compute", "link") or one.number in taken
+        if one.kind == "link":
+            used = not network.switches.connected or one.number // network.gpus_per_card in cards
         if not used:
             expected = f"one of the {len(taken)} with a worker, of {network.workers}"
-            raise InputError(f"{name}: GPU {number}, on which no job has a worker (expected {expected})")
+            raise InputError(f"{one.kind}: GPU {one.number}, on which no job has a worker (expected {expected})")
 
 
 class Placed(Topology):

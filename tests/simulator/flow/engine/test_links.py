@@ -10,7 +10,6 @@ from support.strategies import examples
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.simulator.flow import FABRICS, Network, simulate_flow
-from legato.simulator.flow.network.network import last_worker
 
 N = 8
 
@@ -18,7 +17,7 @@ N = 8
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.5])
 def test_a_ring_is_as_slow_as_its_slowest_link(factor):
     """Every chunk of every step passes it, one after another, and the others wait for it."""
-    net = Network(workers=N, bandwidth_bps=1e9, link_scale=last_worker("slow_link", factor, N))
+    net = Network(workers=N, bandwidth_bps=1e9, link_scale=(*[1.0] * (N - 1), factor))
     found = simulate_flow(job(), None, "ring", net, iterations=1).iteration_s
     assert found == pytest.approx(COMPUTE + 2 * (N - 1) / N * M * factor, rel=1e-12)
 
@@ -26,7 +25,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link(factor):
 @pytest.mark.parametrize("factor", [2.0, 3.5])
 def test_a_slow_leaf_of_a_tree(factor):
     """One round of three is slow, up and down."""
-    net = network(N, link_scale=last_worker("slow_link", factor, N))
+    net = network(N, link_scale=(*[1.0] * (N - 1), factor))
     found = simulate_flow(job(), None, "tree", net, iterations=1).iteration_s
     assert found == pytest.approx(COMPUTE + 2 * (3 * ALPHA + (2 + factor) * M), rel=1e-12)
 
@@ -35,7 +34,7 @@ def test_a_slow_leaf_of_a_tree(factor):
 @pytest.mark.parametrize("factor", [2.0, 3.5])
 def test_a_slow_link_behind_switches_that_help(sharing, factor):
     """In and out of the last worker at its own speed; what the switch has summed goes to the server at full speed."""
-    net = network(N, link_scale=last_worker("slow_link", factor, N), sharing=sharing)
+    net = network(N, link_scale=(*[1.0] * (N - 1), factor), sharing=sharing)
     found = simulate_flow(job(), None, "multicast+aggregation", net).iteration_s
     assert found == pytest.approx(COMPUTE + 2 * ALPHA + (2 * factor + 1) * M, rel=1e-9)
 
@@ -64,9 +63,7 @@ def test_all_links_k_times_as_slow_are_a_network_k_times_as_slow(name):
 def test_a_slower_link_never_helps_a_message_alone(name):
     before = 0.0
     for factor in (1.0, 1.5, 4.0):
-        found = simulate_flow(
-            job(), None, name, network(N, link_scale=last_worker("slow_link", factor, N)), iterations=1
-        )
+        found = simulate_flow(job(), None, name, network(N, link_scale=(*[1.0] * (N - 1), factor)), iterations=1)
         assert found.iteration_s >= before * (1 - 1e-12)
         before = found.iteration_s
 
@@ -106,7 +103,7 @@ def test_fair_pushes_and_pulls_are_what_linear_programs_say(slowness, server):
 
 
 def test_planners_see_the_slowest_link():
-    net = network(4, link_scale=last_worker("slow_link", 2.0, 4), server_bandwidth_bps=0.25e9)
+    net = network(4, link_scale=(1.0, 1.0, 1.0, 2.0), server_bandwidth_bps=0.25e9)
     assert net.cluster("ring").bandwidth_bps == 0.5e9
     assert net.cluster("parameter-server", servers=1).bandwidth_bps == 0.25e9
     assert network(4).cluster("ring").bandwidth_bps == 1e9

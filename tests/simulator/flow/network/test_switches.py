@@ -302,14 +302,6 @@ def test_a_spine_that_fails_delays_the_flows_that_take_it():
             network(4, disturbances=(failure,), **more)
 
 
-def test_two_gpus_behind_one_card_have_one_link_to_lose():
-    these = tuple(Disturbance(kind="link", number=n, factor=2.0, end_s=1.0) for n in (0, 1))
-    net = network(4, disturbances=these)
-    assert net.lost_s(2.0) == pytest.approx(1.0)
-    assert replace(net, gpus_per_host=2, gpus_per_card=2).lost_s(2.0) == pytest.approx(0.75)
-    assert net.lost_s(2.0, FABRICS["hierarchical"].host_shape(net)) == pytest.approx(0.75)
-
-
 @pytest.mark.parametrize("flows, spines", [(2, 4), (4, 8), (8, 8)])
 def test_collisions_are_as_frequent_as_birthdays(flows, spines):
     """The probability that no two of n flows have the same one of S spines is S! / ((S - n)! S^n)."""
