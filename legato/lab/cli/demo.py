@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from legato.cli.axes import NO_SERVERS, option
+from legato.cli.axes import option
 from legato.cli.options import Json, check_installed, quantity
 from legato.cli.output import describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
@@ -26,7 +25,6 @@ def demo(
         typer.Option(help="Model to train: resnet-50 or gpt2-small; may be repeated.", show_default="both"),
     ] = None,
     workers: Annotated[int, option("workers", min=2, max=64)] = 2,
-    servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None,
     bandwidth: Annotated[
         str | None,
         option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback if there are no network namespaces here"),
@@ -42,8 +40,7 @@ def demo(
     """Try everything on this machine: capture real models, calibrate, plan, and compare training with DDP and legato.
 
     Each worker runs in its own network namespace, whose link has the bandwidth --bandwidth. Creating these namespaces
-    needs no root. With --bandwidth loopback, all workers communicate over loopback. With --servers, the models train
-    with this number of parameter servers instead, once in every order of pulls.
+    needs no root. With --bandwidth loopback, all workers communicate over loopback.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
@@ -60,9 +57,6 @@ def demo(
         if name not in job.MODEL_NAMES:
             raise unknown_name("model", name, job.MODEL_NAMES)
     bandwidth_bps = _bandwidth_bps(bandwidth)
-    if servers:
-        _on_servers(names, workers, servers, steps, output, bandwidth_bps, json)
-        return
     results = []
     for name in names:
         note(f"{name} on {count(workers, 'worker')}, {_link(bandwidth_bps)}")
@@ -97,37 +91,6 @@ def _bandwidth_bps(bandwidth: str | None) -> float | None:
 
 def _link(bandwidth_bps: float | None) -> str:
     return "loopback" if bandwidth_bps is None else format_bandwidth(bandwidth_bps)
-
-
-def _on_servers(
-    names: list[str], workers: int, servers: int, steps: int, output: Path, bandwidth_bps: float | None, json: bool
-) -> None:
-    from legato.lab import demo as job
-    from legato.lab.demo.result import SERVER_STAGES
-
-    tolerance = 0.0 if workers == 2 else job.TOLERANCE
-    shown = []
-    for name in names:
-        note(f"{name} on {count(workers, 'worker')} and {count(servers, 'parameter server')}, {_link(bandwidth_bps)}")
-        with stages(SERVER_STAGES) as advance:
-            result = job.run_servers(name, workers, servers, steps, output / name, advance, bandwidth_bps)
-        for row in result.rows:
-            equal = row.max_relative_difference <= tolerance
-            shown.append({"model": name, **msgspec.structs.asdict(row), "weights_equal": equal})
-            note(
-                f"{row.order:14}{format_seconds(row.iteration_s):>10} per iteration (measured), "
-                f"{format_seconds(row.waited_s):>9} of it waiting for parameters, "
-                f"{percent(row.out_of_order)} out of order; "
-                + (
-                    "weights equal DDP's"
-                    if equal
-                    else f"weights differ from DDP's by {row.max_relative_difference:.1e}"
-                )
-            )
-    if json:
-        print_json(shown)
-    if not all(row["weights_equal"] for row in shown):
-        raise RankError("the trained weights differ from DDP's")
 
 
 def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:

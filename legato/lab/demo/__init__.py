@@ -18,7 +18,7 @@ from legato.core.files import write_text
 from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
-from legato.lab.demo.result import ModelResult, ServerResult, measured_names
+from legato.lab.demo.result import ModelResult, measured_names
 from legato.lab.testbed.launch import Advance, run_workers
 from legato.reports.doubts import doubts
 from legato.reports.html import write_report
@@ -26,7 +26,7 @@ from legato.reports.model import ModelReport, Report, SchedulerRow, save
 from legato.reports.perfetto import write_perfetto
 from legato.schedule.compare import SAME, better_buckets
 
-__all__ = ["MODEL_NAMES", "NEXT", "report_of", "run", "run_servers", "summary", "verdict", "write_pictures"]
+__all__ = ["MODEL_NAMES", "NEXT", "report_of", "run", "summary", "verdict", "write_pictures"]
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
 
@@ -61,19 +61,6 @@ def run(
     module = ["legato.lab.demo.worker", model, str(steps), str(folder)]
     run_workers(module, workers, folder / "workers.log", advance, bandwidth_bps)
     return msgspec.json.decode((folder / "result.json").read_bytes(), type=ModelResult)
-
-
-def run_servers(
-    model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
-) -> ServerResult:
-    """Train one model on `servers` parameter servers, once with each order of pulls. See `run` for the rest."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}") from None
-    module = ["legato.lab.demo.parameter_server", model, str(steps), str(servers), str(folder)]
-    run_workers(module, workers + servers, folder / "workers.log", advance, bandwidth_bps)
-    return msgspec.json.decode((folder / "result.json").read_bytes(), type=ServerResult)
 
 
 def weights_equal(result: ModelResult) -> bool:

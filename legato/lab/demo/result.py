@@ -12,7 +12,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["SERVER_STAGES", "STAGES", "ModelResult", "ServerResult", "ServerRow", "measured_names"]
+__all__ = ["STAGES", "ModelResult", "measured_names"]
 
 #: The stages that are reported as progress, in order.
 STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
@@ -58,33 +58,3 @@ class ModelResult(msgspec.Struct, frozen=True):
     def best(self) -> dict[str, Any]:
         """Return the row of the plan that the training used."""
         return next(row for row in self.rows if row["scheduler"] == self.plan.scheduler)
-
-
-#: The stages of the demo with parameter servers.
-SERVER_STAGES = ("capture", "calibrate", "plan", "train, every order and DDP")
-
-
-class ServerRow(msgspec.Struct, frozen=True):
-    """The result for one order of pulls: times in seconds per iteration, and differences of the trained weights.
-
-    `predicted_s` is simulated on a network whose latency and bandwidth follow from the calibrated all-reduce.
-    `out_of_order` is the fraction of transfers that arrived out of order.
-    """
-
-    order: str
-    iteration_s: float
-    waited_s: float
-    predicted_s: float
-    out_of_order: float
-    iterations: int
-    max_relative_difference: float
-
-
-class ServerResult(msgspec.Struct, frozen=True):
-    """The result for one model on parameter servers."""
-
-    model: str
-    workload: Workload
-    workers: int
-    servers: int
-    rows: list[ServerRow]
