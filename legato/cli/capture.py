@@ -23,25 +23,21 @@ def capture(
     runs: Annotated[
         int, typer.Option(help="Number of measured runs; for each op, the shortest time is used.", min=1, max=2**20)
     ] = 5,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Number of CPU threads; use as many as in training.", show_default="torch's", min=1),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Run a training step in this process, record every op, and write the workload.
 
     FUNCTION takes no arguments and returns the model, its optimizer, and a function that runs the forward pass
-    and returns the loss. Capturing does not change the model.
+    and returns the loss. Capturing does not change the model. Run it with as many CPU threads as in training
+    (OMP_NUM_THREADS).
 
     Example: [bold]legato capture train.py:training -o resnet.json[/]
     """
     check_installed("torch", "torch", "legato capture")
 
     from legato.pytorch.recording.capture import capture as run
-    from legato.pytorch.recording.load import load_training, set_threads
+    from legato.pytorch.recording.load import load_training
 
-    set_threads(threads)
     model, optimizer, loss = load_training(training)
     with progress(f"capturing {type(model).__name__}") as advance:
         workload = run(model, optimizer, loss, name=name, batch_size=batch_size, runs=runs, progress=advance)

@@ -16,7 +16,7 @@ from legato.core.errors import CaptureError
 from legato.core.text import with_article
 from legato.pytorch.device import can_time
 
-__all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
+__all__ = ["blame", "check_loss", "check_training", "load_training"]
 
 #: A context that turns an exception in the user's code into a `CaptureError` (`legato.core.code.blame`).
 blame = partial(code.blame, kind=CaptureError)
@@ -44,12 +44,6 @@ def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.T
         if not good:
             raise CaptureError(f"{path}: {function}() returned {_kind(value)} as {what} ({_EXPECTED})")
     return model, optimizer, loss
-
-
-def set_threads(threads: int | None) -> None:
-    """Set the number of threads of CPU ops; None keeps torch's default."""
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _kind(value: Any) -> str:

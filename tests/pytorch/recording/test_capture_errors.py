@@ -12,7 +12,6 @@ from torch import nn
 from legato.core.errors import CaptureError
 from legato.core.workload import Op
 from legato.pytorch.recording.capture import capture, load_training
-from legato.pytorch.recording.load import set_threads
 
 EXPECTED = "(expected (model, optimizer, loss): a torch.nn.Module, a torch.optim.Optimizer, a function of no arguments)"
 GOOD = """
@@ -245,12 +244,3 @@ def test_gradients_come_in_another_order():
     other = replace(step, tensors=step.tensors[::-1])
     found = message(workload_of, step, other)
     assert ": the gradient of 'bias' was complete first, then the gradient of 'weight'" in found
-
-
-def test_set_threads():
-    before = torch.get_num_threads()
-    set_threads(None)
-    assert torch.get_num_threads() == before
-    set_threads(1)
-    assert torch.get_num_threads() == 1
-    set_threads(before)
