@@ -335,8 +335,13 @@ def test_the_first_passes_of_a_static_graph_that_are_ddps_again_send_nothing(kin
 
 
 @on_ranks(2)
-def test_a_change_of_plan_frees_the_buckets():
+@pytest.mark.parametrize("modes", [[], *([mode] for mode in SHARDED)])
+def test_a_change_of_plan_frees_the_buckets(modes):
     """Without garbage collection, after one change and more."""
+    in_mode(modes, change_plans)
+
+
+def change_plans():
     model = build("Attention")
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
     before = []

@@ -152,6 +152,12 @@ class Shards(Delivery):
         """Return whether the optimizer's parameters have changed since messages were assigned to optimizers."""
         return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
 
+    def close(self) -> None:
+        """Release parameters and buckets, and the views of buckets that the shards hold."""
+        super().close()
+        self._of.clear()
+        self._received.clear()
+
     # ---- memory --------------------------------------------------------------------
 
     def _allocate(self, bucket: Bucket) -> None:
