@@ -9,7 +9,9 @@ benchmark prints how much more memory rank 0 holds than before the model was mad
 at the peak of all steps, at the peak of the last step, and after the last step. It
 also prints the size of the states. A view is a gradient inside a bucket
 (`gradient_as_bucket_view`). With `--shards`, the kinds are DDP, DDP with
-ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2, without views.
+ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2 without views: under a given
+plan, and (`auto`) under the plan that a tournament of two rounds has kept. The peak
+of `auto` is that of its first steps, which have whole states.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
-from legato.auto import default_buckets
+from legato.auto import default_buckets, distribute
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.runtime.attached import tournament
 from legato.pytorch.runtime.attached.attach import attach, attachment_of
 
 STEPS = 4
@@ -59,12 +62,15 @@ def cut(model: nn.Module) -> Plan:
 PLANS = {"per tensor": per_tensor, "merged": merged, "cut": cut, "no overlap": default_buckets}
 KINDS = [f"{name}{views}" for name in ("ddp", *PLANS) for views in ("", ", views")]
 SHARDS = [
+    "ddp",
     "ddp, views",
     "ddp+zero",
     "ddp+zero, views",
     "per tensor, views",
     "per tensor, optimizer",
     "per tensor, gradients",
+    "auto, optimizer",
+    "auto, gradients",
 ]
 
 
@@ -97,6 +103,9 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
             optimizer = ZeroRedundancyOptimizer(
                 model.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4
             )
+    elif name == "auto":
+        tournament.FEWEST_ROUNDS = tournament.MOST_ROUNDS = 2
+        wrapped, optimizer = distribute(model, optimizer, shard=shard)
     else:
         plan = PLANS[name](model)
         wrapped, optimizer = attach(model, optimizer, plan, shard=shard, gradient_as_bucket_view=views)
@@ -107,6 +116,9 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
         F.mse_loss(wrapped(x), x).backward()
         optimizer.step()
 
+    attached = attachment_of(wrapped)
+    while attached is not None and attached.observed:
+        step()
     for i in range(STEPS):
         if i == STEPS - 1:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -114,7 +126,7 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
         step()
     last = peak_bytes()
     standing = sum(t.nbytes for t in model.parameters())
-    if (attached := attachment_of(wrapped)) is not None:
+    if attached is not None:
         attached.flush()
     optimizer.zero_grad()
     states = getattr(optimizer, "optim", optimizer).state.values()

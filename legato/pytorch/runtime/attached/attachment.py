@@ -6,6 +6,7 @@ facts: the plan, what the program does with the model, and what the ranks tell e
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import math
@@ -607,6 +608,10 @@ class Attachment:
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let legato run the passes under a plan, or DDP if the plan is None."""
+        self._change_to(plan)
+        _return_freed_memory()  # now that nothing refers to the former plan's buckets and states
+
+    def _change_to(self, plan: Plan | None) -> None:
         if self._shards is not None:
             self._shards.check_used()
         self.flush()
@@ -800,6 +805,15 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _return_freed_memory() -> None:
+    """Let glibc return to the system what it keeps of freed memory; do nothing where the C library is another one.
+
+    Plans have buckets and states of other sizes than the plans before them, so what one plan frees would stay with the
+    process as holes in the heap. What accelerators free stays in torch's own cache, which is reused.
+    """
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
 
 
 def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
