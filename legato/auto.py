@@ -20,8 +20,8 @@ import torch
 
 from legato.core import files
 from legato.core.cluster import Cluster
-from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
-from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
+from legato.core.errors import CaptureError, InputError, LegatoError
+from legato.core.plan import Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
 from legato.pytorch.device import group_device
 from legato.pytorch.network.agreement import broadcast_bytes, first_said
@@ -33,10 +33,11 @@ from legato.pytorch.runtime.attached.attach import attach, attachment, attachmen
 from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
 from legato.pytorch.runtime.attached.tournament import most_steps
 from legato.pytorch.runtime.sharding.shards import check_shardable
+from legato.schedule.basics.wire import check_wire
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
-__all__ = ["default_buckets", "distribute", "in_wire"]
+__all__ = ["default_buckets", "distribute"]
 
 #: The number of steps that are ignored at the start, and the number of steps that are then observed.
 WARMUP_STEPS, OBSERVED_STEPS = 2, 10
@@ -80,9 +81,8 @@ def distribute(  # noqa: PLR0913
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
             only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, each rank has all
             states until the plan is made. If the plan is sharded, `shard` can be left out.
-        wire: `"bf16"` or `"fp16"` to send in that format only those gradients for which the planner finds it necessary;
-            `"all-bf16"` or `"all-fp16"` to round all gradients, as torch's compression hooks do. See docs/wire.md. If
-            the plan's messages have a wire format, `wire` can be left out.
+        wire: `"bf16"` or `"fp16"` to send all gradients in that format, as torch's compression hooks do. See
+            docs/wire.md. If the plan's messages have a wire format, `wire` can be left out.
         process_group: the ranks to train on; all ranks if None.
         replan: `"auto"` to make a new plan on all ranks when computation or communication has become slower or faster.
             If `replan` is None, rank 0 only logs that computation or communication has changed.
@@ -105,7 +105,7 @@ def distribute(  # noqa: PLR0913
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
-    _check_wire(wire, shard)
+    check_wire(wire, shard=shard)
     ddp = find_ddp(model)
     attached = None if ddp is None else attachment_of(ddp)
     automatic = plan == "auto"
@@ -121,7 +121,7 @@ def distribute(  # noqa: PLR0913
     model, optimizer = attach(
         model,
         optimizer,
-        plan if automatic else in_wire(plan, wire),
+        plan if automatic else _in_wire_format(plan, wire),
         shard="none" if automatic else shard,
         process_group=process_group,
         current=current,
@@ -142,37 +142,13 @@ def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
     plan = attached.plan
     if plan.shard != shard:
         plan = plan.sharded(shard, {name: i for i, name in enumerate(attached.parameters)})
-    return in_wire(plan, wire) if wire.startswith("all-") else plan
+    return _in_wire_format(plan, wire)
 
 
-def in_wire(plan: Plan, wire: Rounding) -> Plan:
-    """Return the plan with all messages rounded if `wire` is `all-...`, and otherwise the unchanged plan.
-
-    Raises `InputError` if the plan is sharded, or if `wire` is `bf16` or `fp16` but the plan's messages do not have
-    this format.
-    """
-    if wire == "none":
-        return plan
-    _check_wire(wire, plan.shard)
-    formats = {message.wire for message in plan.messages if message.wire is not None}
-    if formats == {wire}:
-        return plan
-    if not wire.startswith("all-"):
-        what = f"has messages in {' and '.join(sorted(formats))}" if formats else "rounds nothing"
-        raise InputError(
-            f"wire: {wire!r} with a plan that {what} (expected 'none' to carry it out as it is, or 'all-{wire}' to "
-            "round all of its messages)"
-        )
-    fmt = wire.removeprefix("all-")
-    return plan.sending(tuple(msgspec.structs.replace(message, wire=fmt) for message in plan.messages))
-
-
-def _check_wire(wire: str, shard: Shard) -> None:
-    """Raise `InputError` unless gradients can be sent in the format `wire`."""
-    if wire not in ROUNDINGS:
-        raise unknown_name("wire", str(wire), ROUNDINGS)
-    if wire != "none" and shard != "none":
-        raise InputError(f"wire: {wire!r} with shard {shard!r} (expected one or the other)")
+def _in_wire_format(plan: Plan, wire: Rounding) -> Plan:
+    """Return the plan with all messages rounded; raise `InputError` if the plan is sharded."""
+    check_wire(wire, shard=plan.shard)
+    return plan if wire == "none" else plan.in_wire_format(wire)
 
 
 def _replan(attached: Attachment, wire: Rounding) -> None:

@@ -35,17 +35,16 @@ def main():
     for step in range(0, steps + 1, steps // 3):
         text(LEFT + WIDTH * step / steps, TOP + HEIGHT + 18, step, "middle")
     for run in runs:
-        color = next(color for name, color in COLORS.items() if name in run["kind"])
+        color = COLORS[run["kind"]]
         means = [statistics.mean(run["losses"][at : at + WINDOW]) for at in range(0, steps, WINDOW)]
         points = (
             f"{LEFT + WIDTH * (at + 0.5) * WINDOW / steps:.1f},{height(mean):.1f}" for at, mean in enumerate(means)
         )
         shapes.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}"/>')
-    names = {"exact": "exact", "bf16": "bf16 (all, and half of the messages)", "fp16": "fp16 (all)"}
-    for row, (name, title) in enumerate(names.items()):
+    for row, (kind, color) in enumerate(COLORS.items()):
         y = TOP + 16 + 18 * row
-        shapes.append(f'<path d="M{LEFT + 170} {y - 4}h24" stroke="{COLORS[name]}" stroke-width="2"/>')
-        text(LEFT + 200, y, title)
+        shapes.append(f'<path d="M{LEFT + 170} {y - 4}h24" stroke="{color}" stroke-width="2"/>')
+        text(LEFT + 200, y, kind)
     body = "".join(shapes)
     print(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + 26}" '

@@ -108,11 +108,8 @@ ShardAll = Annotated[
     typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters as well (FSDP2)."),
 ]
 Wire = Annotated[
-    Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
-    typer.Option(
-        help="Round float32 gradients to two bytes for sending. bf16 and fp16 round only the gradients that must be "
-        "rounded for the fastest iteration; all-bf16 and all-fp16 round all, as torch's compression hooks do."
-    ),
+    Literal["none", "bf16", "fp16"],
+    typer.Option(help="Round float32 gradients to two bytes for sending, as torch's compression hooks do."),
 ]
 Fidelity = Annotated[
     Literal["formulas", "transfers", "flows"] | None,

@@ -59,7 +59,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_over_random": ("measured\nover random", lambda v: f"{v:.2f}x"),
     "iterations_per_s": ("measured\nper second", lambda v: f"{v:.2f}"),
     "gap": ("above bound", partial(percent, signed=True)),
-    "rounded": ("rounded", percent),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", percent),
     "straggler": ("straggler", percent),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,13 +42,12 @@ if TYPE_CHECKING:
     from legato.core.cluster import Cluster
     from legato.core.plan import Plan
     from legato.core.timeline import Timeline
-    from legato.schedule import Scheduler
     from legato.schedule.compare import Candidate
 
 #: What plans send, in words, by `PlanKind.sends`.
 _SENDS = {"all_reduces": "only all-reduces", "pairs": "also halves in pairs", "halves": "also other halves"}
 _WHY_NOT_THE_FASTEST = (
-    " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else the one with the fewest messages)"
+    " (of the runnable plans within 0.5% of the fastest: DDP's, or else the one with the fewest messages)"
 )
 
 
@@ -116,7 +115,7 @@ def _plan(
     if output is not None:
         files.write(output, chosen.plan)
     setting = machines.describe(how.collective) + ("" if shard == "none" else f", {shard} sharded")
-    setting += "" if how.wire == "none" else f", gradients in {how.wire.removeprefix('all-')}"
+    setting += "" if how.wire == "none" else f", gradients in {how.wire}"
     if timeline is not None:
         files.write(timeline, _beside_baseline(chosen, found, again, {"job": job.name, "network": setting}))
     rows = [candidate.columns | ({"bound_checked": True} if check_bound else {}) for candidate in found]
@@ -125,11 +124,10 @@ def _plan(
         return
     proved = " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows, best=chosen.plan.scheduler)
-    _note_all(found, chosen, job, machines.cluster, how, shard, names, most)
+    _note_all(found, chosen, job, machines.cluster, how, shard, most)
     if output is not None:
-        least = "" if how.wire == "none" else " that round least"
         fastest_s = min(row["iteration_s"] for row in rows)
-        why = "" if chosen.iteration_s == fastest_s else _WHY_NOT_THE_FASTEST.format(least)
+        why = "" if chosen.iteration_s == fastest_s else _WHY_NOT_THE_FASTEST
         note(f"{chosen.plan.scheduler}{why} -> {output}")
     if timeline is not None:
         note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
@@ -157,7 +155,6 @@ def _note_all(
     cluster: Cluster,
     how: Planning,
     shard: Shard,
-    names: Sequence[str | Scheduler],
     most: int | None,
 ) -> None:
     """Print the notes below the table of plans."""
@@ -166,13 +163,10 @@ def _note_all(
     _note_collectives(found, how.collective or cluster.default_collective)
     if most is not None:
         _note_larger(found, job, most)
-    if how.wire != "none":
-        scheduler = names[found.index(chosen)] if names else chosen.plan.scheduler
-        _note_rounding(chosen, scheduler, job, cluster, how, most)
-    elif shard == "none":
-        _note_stock_ddp(found, chosen, job, cluster, how)
-    else:
+    if shard != "none":
         _note_memory(shard, job, cluster.workers)
+    elif how.wire == "none":
+        _note_stock_ddp(found, chosen, job, cluster, how)
 
 
 def _beside_baseline(
@@ -215,32 +209,6 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
     note(
         f"each worker saves {saved} per state of the optimizer (Adam has two) if gradients have 4 bytes per element, "
         f"or twice as much if they have 2 bytes{gradients}"
-    )
-
-
-def _note_rounding(
-    chosen: Candidate, scheduler: str | Scheduler, job: Workload, cluster: Cluster, how: Planning, most: int | None
-) -> None:
-    """Say how many bytes the chosen plan rounds, and how much faster it is than the scheduler's exact plan."""
-    from legato.schedule.basics.compose import has_free_order
-    from legato.schedule.compare import compare
-    from legato.schedule.search.rounding import MOST_SHARED, least_rounded
-
-    plan, seconds = chosen.plan, chosen.iteration_s
-    (exact,) = compare(
-        job, cluster, [scheduler], collective=how.collective, compute=how.compute, max_message_bytes=most
-    )
-    if not plan.rounded:
-        note(f"{plan.scheduler} rounds nothing: its exact plan is predicted to be as fast ({format_seconds(seconds)})")
-        return
-    least = ""
-    captured = how.compute == "one" and not has_free_order(job)
-    if captured and len(job.tensors) <= MOST_SHARED:
-        least = f" (no plan as fast rounds less than {percent(least_rounded(job, cluster, seconds))})"
-    faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"
-    note(
-        f"{plan.scheduler} rounds {percent(plan.rounded)} of the bytes{least}: predicted {format_seconds(seconds)} "
-        f"instead of {format_seconds(exact.iteration_s)} with exact gradients, {faster}, if gradients are float32"
     )
 
 

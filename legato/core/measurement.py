@@ -20,8 +20,7 @@ _LONGEST_S = 1e18
 class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The measured iteration times of one plan, in seconds: their median `measured_s` and their quartiles.
 
-    `predicted_s` and `lower_bound_s` are None if nothing was predicted. `rounded` is the fraction of the gradients'
-    bytes that were sent in a wire format, or None if no message had a wire format.
+    `predicted_s` and `lower_bound_s` are None if nothing was predicted.
     """
 
     scheduler: str
@@ -31,7 +30,6 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicted_s: float | None = None
     lower_bound_s: float | None = None
     num_messages: Int64 | None = None
-    rounded: float | None = None
 
     def __post_init__(self) -> None:
         low, high = self.quartiles_s
@@ -43,8 +41,6 @@ class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, field)
             if value is not None and not 0 <= value <= _LONGEST_S:
                 raise InputError(f"{field}: {value} (expected 0 to {_LONGEST_S:.0e} seconds)")
-        if self.rounded is not None and not 0 <= self.rounded <= 1:
-            raise InputError(f"rounded: {self.rounded} (expected a fraction, 0 to 1)")
 
     @classmethod
     def of(cls, scheduler: str, seconds: Sequence[float], **more: Any) -> MeasuredPlan:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError, PlanError, TooLargeError, unknown_name
-from legato.core.text import count, html_table, percent, shorten, table
+from legato.core.text import count, html_table, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
@@ -31,9 +31,9 @@ __all__ = [
 
 #: Wire formats: two bytes for each float32 element of four bytes.
 Wire = Literal["bf16", "fp16"]
-#: Gradients that are sent in a wire format: none, those for which it saves time, or all.
-Rounding = Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"]
-ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16", "all-bf16", "all-fp16")
+#: The wire format in which a plan sends all gradients, or none.
+Rounding = Literal["none", "bf16", "fp16"]
+ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16")
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 #: State that is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
@@ -153,15 +153,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
             raise unknown_name("shard", self.shard, SHARDS)
 
     @property
-    def rounded(self) -> float:
-        """Return the fraction of the gradients' bytes that are sent in a wire format."""
-        carried = [(message.nbytes, message.wire) for message in self.messages if message.kind in _AGGREGATE]
-        total = sum(nbytes for nbytes, _ in carried)
-        return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
+    def wires(self) -> list[Wire]:
+        """Return the wire formats of the messages, each once; the list is empty if all gradients are exact."""
+        return sorted({message.wire for message in self.messages if message.wire is not None})
 
-    def sending(self, messages: tuple[Message, ...]) -> Plan:
-        """Return the plan with other messages; if DDP cannot send these messages, the carrier becomes legato."""
-        carrier = self.carrier if self.carrier != "ddp" or _suit_ddp(messages) else "legato"
+    def in_wire_format(self, wire: Wire) -> Plan:
+        """Return the plan with all messages in a wire format, which DDP cannot send, so legato is the carrier."""
+        messages = tuple(msgspec.structs.replace(message, wire=wire) for message in self.messages)
+        carrier = "legato" if self.carrier == "ddp" else self.carrier
         return msgspec.structs.replace(self, messages=messages, carrier=carrier)
 
     def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
@@ -243,8 +242,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     def _title(self) -> str:
         nbytes = sum(message.nbytes for message in self.messages if message.kind in _AGGREGATE)
         size = f"{count(len(self.messages), 'message')}, {format_bytes(nbytes)} of gradients"
-        formats = sorted({message.wire for message in self.messages if message.wire is not None})
-        size += f" ({percent(self.rounded)} of them in {' and '.join(formats)})" if formats else ""
+        size += f", messages in {' and '.join(self.wires)}" if self.wires else ""
         overlap = "with forward overlap" if self.forward_overlap else "forward ops wait for the last message"
         title = f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"

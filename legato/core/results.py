@@ -22,7 +22,7 @@ class _Row(Protocol):
 Row = TypeVar("Row", bound=_Row)
 _MOST_ROWS = 40
 _WRITE = {axis.field: axis.write for axis in SWEPT}
-_SHARES = ("gap", "overlap", "utilization", "rounded")
+_SHARES = ("gap", "overlap", "utilization")
 
 
 class Results(list[Row]):

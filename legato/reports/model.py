@@ -36,8 +36,8 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     `iteration_s` is the predicted iteration time. No plan with the same kind of messages can be faster than
     `lower_bound_s`, and `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the time that planning took, or None if
-    unknown. A plan that is not `runnable` can only be simulated. `rounded` is the fraction of the gradients' bytes that
-    are sent in a wire format.
+    unknown. A plan that is not `runnable` can only be simulated.
+
     Raises `InputError` if a number is not finite, a time is negative, or a fraction is not from 0 to 1.
     """
 
@@ -50,7 +50,6 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     num_messages: int
     plan_s: float | None
     runnable: bool = True
-    rounded: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("iteration_s", "lower_bound_s", "plan_s"):
@@ -60,8 +59,6 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         for field in ("gap", "overlap", "utilization"):
             if not math.isfinite(getattr(self, field)):
                 raise InputError(f"{field}: {getattr(self, field)} (expected a finite number)")
-        if not 0 <= self.rounded <= 1:
-            raise InputError(f"rounded: {self.rounded} (expected a fraction, 0 to 1)")
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):

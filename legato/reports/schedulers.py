@@ -36,7 +36,6 @@ _HELP = {
     "measured over DDP": "DDP's measured iteration time divided by this plan's measured iteration time.",
     "predicted above bound": "How far the predicted iteration time is above a bound that no plan with the same kind of "
     "messages can beat.",
-    "rounded": "The share of the gradients' bytes that are sent rounded, in two bytes instead of four.",
     "overlap": "The time during which communication and computation both run, divided by the shorter of the two: 100% "
     "if the shorter one is completely hidden.",
     "utilization": "The share of the iteration during which the worker computes.",
@@ -53,8 +52,7 @@ class Entry(msgspec.Struct, frozen=True):
     `measured_s` is a median, and `one_s` is the time of the single measured iteration that the report draws. `gap` is
     how far `predicted_s` is above `lower_bound_s`. `overlap` and `utilization` describe the predicted iteration, or the
     measured iteration if there is no prediction. `exposed` has the share of exposed communication for each source of
-    timelines (predicted or measured). `rounded` is the share of bytes in a wire format, or None if no plan in the table
-    uses one.
+    timelines (predicted or measured).
     """
 
     scheduler: str
@@ -69,7 +67,6 @@ class Entry(msgspec.Struct, frozen=True):
     num_messages: int | None = None
     plan_s: float | None = None
     exposed: dict[str, float] = {}
-    rounded: float | None = None
 
     def seconds(self, kind: Kind) -> float | None:
         """Return the iteration time of this kind."""
@@ -83,16 +80,13 @@ def entries(model: ModelReport) -> list[Entry]:
     drawn: dict[str, dict[str, Timeline]] = {}
     for timeline in model.timelines:
         drawn.setdefault(timeline.name, {}).setdefault(timeline.source, timeline)
-    rounds = any(row.rounded for row in model.rows)
     return [
-        _entry(name, measured.get(name), rows.get(name), drawn.get(name, {}), rounds)
+        _entry(name, measured.get(name), rows.get(name), drawn.get(name, {}))
         for name in dict.fromkeys([*measured, *rows, *drawn])
     ]
 
 
-def _entry(
-    name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline], rounds: bool
-) -> Entry:
+def _entry(name: str, plan: MeasuredPlan | None, row: SchedulerRow | None, drawn: dict[str, Timeline]) -> Entry:
     """Return the table row of a plan from its measurement, its `SchedulerRow` and its timelines by source."""
     known, told = _told_by(drawn), row or plan
     if plan:
@@ -108,7 +102,6 @@ def _entry(
         name,
         lower_bound_s=bound,
         gap=seconds / bound - 1 if bound and seconds is not None else None,
-        rounded=plan.rounded if plan else row.rounded if row and rounds else None,
         **known,
     )
 
@@ -144,17 +137,14 @@ def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
 def best_of(table: Sequence[Entry]) -> Entry | None:
     """Return the entry to recommend.
 
-    A candidate is at most 0.5% slower than the fastest entry, and its share of rounded bytes is at most 0.5 percentage
-    points above the least share. Among the candidates, the function prefers DDP, and then the plan with the fewest
-    messages. The result is None if there are no times, or only times of single measured iterations.
+    Among the entries that are at most 0.5% slower than the fastest one, the function prefers DDP, and then the plan
+    with the fewest messages. The result is None if there are no times, or only times of single measured iterations.
     """
     kind, seen = _comparable(table)
     if kind == "one iteration" or not seen:
         return None
     fastest = min(_seconds(e, kind) for e in seen)
-    as_fast = [e for e in seen if _seconds(e, kind) <= fastest * (1 + _SAME)]
-    least = min(e.rounded or 0.0 for e in as_fast)
-    as_fast = [e for e in as_fast if (e.rounded or 0.0) <= least + _SAME]
+    as_fast = (e for e in seen if _seconds(e, kind) <= fastest * (1 + _SAME))
     return min(as_fast, key=lambda e: (e.scheduler not in BASELINES, e.num_messages or 0, _seconds(e, kind)))
 
 
@@ -240,7 +230,6 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
         column("scheduler", lambda e: table_cell(e.scheduler, e.scheduler)),
         *_time_columns(table),
         column("predicted above bound", lambda e: share_cell(e.gap, signed=True)),
-        column("rounded", lambda e: share_cell(e.rounded)),
         column(of_basis.format("overlap"), lambda e: based(e.overlap, e)),
         column(of_basis.format("utilization"), lambda e: based(e.utilization, e)),
         column(

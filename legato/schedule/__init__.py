@@ -18,10 +18,10 @@ from legato.core.text import with_article
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import in_halves, with_node_order
 from legato.schedule.basics.sharded import check_shard, sharded
+from legato.schedule.basics.wire import check_wire
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
-from legato.schedule.search.budget import Budget
 from legato.schedule.search.legato import legato
-from legato.schedule.search.rounding import check_rounding, rounded
+from legato.simulator.collective import iteration_time
 
 __all__ = [
     "GROUP",
@@ -40,8 +40,6 @@ Scheduler = Callable[..., Plan]
 #: The entry point group in which installed packages register their schedulers.
 GROUP = "legato.schedulers"
 
-#: The work and the most seconds for choosing which messages of a published scheduler's plan to round.
-_ROUNDING, _ROUNDING_LIMIT_S = 1.0, 20.0
 #: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Scheduler] = PUBLISHED | {"legato": legato}
 
@@ -114,18 +112,18 @@ def schedule(
     """Plan with a scheduler, given by its name or as a function, and pass `options` to it.
 
     With `shard`, the plan shards the optimizer, or the optimizer and the gradients. `legato` searches for sharded
-    plans; the plan of any other scheduler is converted to a sharded one (`sharded`). With `wire`, gradients are sent in
-    bf16 or fp16. `"bf16"` rounds as few bytes as possible for the fastest iteration (`rounded`), and `"all-bf16"`
-    rounds all bytes. If computation and messages share a machine (`Cluster.contention`), published schedulers plan with
-    the cost of messages during computation; `legato` also uses the cost of messages without computation. Raises
-    `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard` is set but
-    the collective cannot be sent in halves, or if `wire` is combined with shards, parameter servers or gradients that
-    are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the scheduler
-    itself pass through unchanged.
+    plans; the plan of any other scheduler is converted to a sharded one (`sharded`). With `wire`, all gradients are
+    sent in bf16 or fp16; a published scheduler then plans with the costs of exact and of rounded messages, and the
+    faster plan is returned. If computation and messages share a machine (`Cluster.contention`), published schedulers
+    plan with the cost of messages during computation; `legato` also uses the cost of messages without computation.
+    Raises `InputError` if the scheduler or an option does not exist (the error lists the nearest names), if `shard` is
+    set but the collective cannot be sent in halves, or if `wire` is combined with shards, parameter servers or
+    gradients that are not float32. Raises `PlanError` if the scheduler's plan does not fit the workload. Errors of the
+    scheduler itself pass through unchanged.
     """
     name, function = label(scheduler), scheduler_named(scheduler)
     check_shard(shard)
-    check_rounding(wire, workload, servers=function in SERVER_SCHEDULERS.values(), shard=shard)
+    check_wire(wire, workload.tensors, servers=function in SERVER_SCHEDULERS.values(), shard=shard)
     own = list(inspect.signature(function).parameters.values())[2:]
     known = [option.name for option in own if option.name not in ("shard", "wire")]
     for option in options:
@@ -139,7 +137,8 @@ def schedule(
     plan = _planned(function, name, workload, costs, **options)
     if wire != "none":
         plans = plan, _planned(function, name, workload, costs.in_wire_format(), **options)
-        plan = rounded(plans, workload, cluster, wire, Budget(_ROUNDING, _ROUNDING_LIMIT_S))
+        rounded = [one.in_wire_format(wire) for one in plans]
+        plan = min(rounded, key=lambda one: iteration_time(workload, one, cluster))
     if costs is not cluster or wire != "none":
         plan = msgspec.structs.replace(plan, cluster_id=identity(cluster))
     return with_node_order(sharded(plan, workload, shard), workload)

@@ -20,10 +20,10 @@ from legato.core.workload import Workload
 from legato.schedule import GROUP, SERVER_SCHEDULERS, Scheduler, schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import check_size
+from legato.schedule.basics.wire import check_wire
 from legato.schedule.bound.lower_bound import Bound, lower_bound, verify_bound
-from legato.schedule.bound.plan_kind import PlanKind, kind_of
+from legato.schedule.bound.plan_kind import PlanKind, cluster_for_bound, kind_of
 from legato.schedule.published.ddp import bucket_caps
-from legato.schedule.search.rounding import check_rounding
 from legato.simulator.collective import iteration_time, simulate
 
 __all__ = [
@@ -79,14 +79,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row of `legato plan --json`; it has the fraction of rounded bytes only if messages may be rounded."""
-        rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
+        """The row of `legato plan --json`."""
         return {
             "scheduler": self.plan.scheduler,
             "iteration_s": self.iteration_s,
             "lower_bound_s": self.bound.seconds,
             "gap": self.gap,
-            **rounded,
             "overlap": self.timeline.overlap,
             "utilization": self.timeline.utilization,
             "num_messages": len(self.plan.messages),
@@ -114,11 +112,11 @@ def compare(  # noqa: PLR0913
 
     A message with several tensors never has more than `max_message_bytes`; schedulers that partition tensors keep every
     message within this limit. `shard` says whether all plans shard nothing, the optimizer, or the optimizer and the
-    gradients. With `wire`, gradients may be sent in a wire format (`schedule`). Calls `progress(done, total)` after
-    each contestant. If no contestants are given, a scheduler is left out if the workload is too large for it, if it
-    sends all-reduces in halves but the collective has no halves, or if its package is broken. `left_out(name, error)`
-    is then called. Raises `InputError` as `schedule` does, and if a message limit, shards or a wire format is given for
-    a cluster with parameter servers. Raises `TooLargeError` if the workload has too many ops for a bound.
+    gradients. With `wire`, all gradients are sent in a wire format (`schedule`). Calls `progress(done, total)`
+    after each contestant. If no contestants are given, a scheduler is left out if the workload is too large for it, if
+    it sends all-reduces in halves but the collective has no halves, or if its package is broken. `left_out(name,
+    error)` is then called. Raises `InputError` as `schedule` does, and if a message limit, shards or a wire format is
+    given for a cluster with parameter servers. Raises `TooLargeError` if the workload has too many ops for a bound.
     """
     check_size(workload)
     if cluster.servers:
@@ -128,10 +126,10 @@ def compare(  # noqa: PLR0913
             )
         if max_message_bytes is not None:
             raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
-    check_rounding(wire, workload, servers=cluster.servers > 0, shard=shard)
+    check_wire(wire, workload.tensors, servers=cluster.servers > 0, shard=shard)
     chosen = list(contestants)
     everyone: list[str | Scheduler | Plan] = chosen or [*scheduler_names(cluster)]
-    bounds: dict[PlanKind, Bound] = {}
+    bounds: dict[tuple[PlanKind, bool], Bound] = {}
     found: Results[Candidate] = Results()
     limits = {"collective": collective, "max_message_bytes": max_message_bytes}
     options = {name: value for name, value in limits.items() if value is not None}
@@ -147,10 +145,10 @@ def compare(  # noqa: PLR0913
                 left_out(str(one), error)
             continue
         plan_s = time.perf_counter() - start
-        kind = kind_of(plan, workload)._replace(wire=wire != "none")
-        if kind not in bounds:
-            bounds[kind] = lower_bound(workload, cluster, compute=compute, **kind._asdict())
-        bound = bounds[kind]
+        kind = kind_of(plan, workload)
+        if (key := (kind, bool(plan.wires))) not in bounds:
+            bounds[key] = lower_bound(workload, cluster_for_bound(plan, cluster), compute=compute, **kind._asdict())
+        bound = bounds[key]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
         runnable = one in SERVER_SCHEDULERS or is_runnable(plan, workload)
         found.append(Candidate(plan, timeline, bound, plan_s, runnable, kind))
@@ -172,11 +170,11 @@ def check_bounds(
     Pass the same arguments as to `compare`. Calls `progress(done, total)` after each bound. Raises `InputError` if a
     certificate proves less than its bound claims.
     """
-    bounds = {candidate.kind: candidate.bound for candidate in candidates}
-    for i, (kind, bound) in enumerate(bounds.items()):
-        verify_bound(bound, workload, cluster, compute=compute, **kind._asdict())
+    different = {(candidate.kind, bool(candidate.plan.wires)): candidate for candidate in candidates}
+    for i, one in enumerate(different.values()):
+        verify_bound(one.bound, workload, cluster_for_bound(one.plan, cluster), compute=compute, **one.kind._asdict())
         if progress:
-            progress(i + 1, len(bounds))
+            progress(i + 1, len(different))
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
@@ -184,15 +182,12 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 
     The simplest plan is DDP's own plan if it is fast enough, and otherwise the plan with the fewest messages, since the
     model leaves out what a message costs the host. DDP's plan comes first because the plan with the fewest messages is
-    often `single`, which slows down most if the network is slower than predicted. Plans are left out if they round more
-    bytes than another of the fast plans (over half a per cent of all bytes more). If any candidates are runnable, only
+    often `single`, which slows down most if the network is slower than predicted. If any candidates are runnable, only
     runnable candidates are considered.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
-    as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + SAME)]
-    least = min(candidate.plan.rounded for candidate in as_fast)
-    as_fast = [candidate for candidate in as_fast if candidate.plan.rounded <= least + SAME]
+    as_fast = (candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + SAME))
     return min(as_fast, key=_simplicity)
 
 

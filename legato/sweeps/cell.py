@@ -18,7 +18,7 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import Scheduler, schedule
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.bound.plan_kind import kind_of
+from legato.schedule.bound.plan_kind import cluster_for_bound, kind_of
 from legato.simulator import collective
 from legato.simulator.flow import FABRICS, Fabric, FlowResult, Network, plain_plan, simulate_flow
 from legato.simulator.flow.iterations.run import check_flow
@@ -121,8 +121,7 @@ class Simulation:
             return f"--fidelity formulas: {name!r} has no cost formula (expected --fidelity transfers)"
         if plan is None or not (fabric.servers or name in UNDIVIDED):
             return ""
-        wired = any(message.wire is not None for message in plan.messages)
-        what = f"shard {plan.shard!r}" if plan.shard != "none" else "wire formats" if wired else ""
+        what = f"shard {plan.shard!r}" if plan.shard != "none" else "wire formats" if plan.wires else ""
         if fabric.servers and what:
             return f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)"
         halves = any(message.kind != "all_reduce" for message in plan.messages)
@@ -139,7 +138,7 @@ def _simulated(cell: Cell, workload: Workload, scheduler: str | Scheduler, given
     found = Simulation([workload], network, cell.fidelity, cell.iterations).run(plan, cell.fabric, fabric)
     bound_s = None
     if cell.fidelity == "formulas":
-        cluster = network.cluster(cell.fabric, fabric.servers)
+        cluster = cluster_for_bound(plan, network.cluster(cell.fabric, fabric.servers))
         bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds
     return {
         "iteration_s": found.iteration_s,

@@ -110,7 +110,7 @@ def test_of_formulas_all_is_what_has_a_cost(capsys, workload):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"), [({"shard": "optimizer"}, "shard 'optimizer'"), ({"wire": "all-bf16"}, "wire formats")]
+    ("options", "what"), [({"shard": "optimizer"}, "shard 'optimizer'"), ({"wire": "bf16"}, "wire formats")]
 )
 def test_parameter_servers_run_no_plans_with_shards_or_wire_formats(capsys, workload, tmp_path, options, what):
     """As `legato plan` refuses them; --fabric all has the other fabrics."""

@@ -24,7 +24,6 @@ def test_the_median_and_the_quartiles_of_iterations():
         ({"quartiles_s": (-1.0, 2.0)}, "quartiles -1.0"),
         ({"quartiles_s": (1.0, float("inf"))}, "to inf"),
         ({"predicted_s": -1.0}, "predicted_s: -1.0"),
-        ({"rounded": 1.5}, "rounded: 1.5"),
     ],
 )
 def test_times_that_make_no_sense(change, said):

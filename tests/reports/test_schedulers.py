@@ -205,22 +205,6 @@ def test_timelines_alone_make_a_table():
     assert only.predicted_s is None and only.one_s == real.iteration_s and only.lower_bound_s is None
 
 
-def test_of_plans_that_are_as_fast_the_one_that_rounds_least_is_taken():
-    table = [
-        entry("ddp", 1.0, num_messages=2, rounded=0.9),
-        entry("legato", 1.001, num_messages=9, rounded=0.2),
-        entry("pace", 2.0, num_messages=9, rounded=0.0),
-    ]
-    assert best_of(table).scheduler == "legato" and columns(scheduler_table(table))["rounded"] == [
-        "90.0%",
-        "20.0%",
-        "0.0%",
-    ]
-    rows = tuple(SchedulerRow(name, 1.0, 1.0, 0.0, 0.5, 1.0, 3, 0.1, rounded=r) for name, r in (("a", 0.5), ("b", 0.0)))
-    assert [e.rounded for e in entries(ModelReport("x", rows=rows))] == [0.5, 0.0]
-    assert [e.rounded for e in entries(ModelReport("x", rows=rows[1:]))] == [None]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -228,14 +212,12 @@ def test_of_plans_that_are_as_fast_the_one_that_rounds_least_is_taken():
         {"lower_bound_s": float("nan")},
         {"gap": float("inf")},
         {"plan_s": float("inf")},
-        {"rounded": 1.5},
-        {"rounded": float("nan")},
     ],
 )
 def test_a_row_needs_real_numbers(change):
     good = {"scheduler": "x", "iteration_s": 1.0, "lower_bound_s": 1.0, "gap": 0.0, "overlap": 0.5, "utilization": 1.0}
     good |= {"num_messages": 1, "plan_s": 0.1}
-    assert SchedulerRow(**good).rounded == 0
+    assert SchedulerRow(**good).runnable
     with pytest.raises(InputError, match=next(iter(change))):
         SchedulerRow(**good | change)
 

@@ -92,12 +92,6 @@ def test_a_file_stands_where_a_name_does(files, capsys, verb):
     assert status == 0 and "mine" in out, err
 
 
-def test_what_a_plan_of_a_file_rounds_is_compared_with_its_exact_plan(files, capsys):
-    scheduler = f"{files / 'own.py'}:mine"
-    status, _, err = run(capsys, "plan", files / "job.json", "--workers", 4, "--scheduler", scheduler, "--wire", "bf16")
-    assert status == 0 and "mine 0 rounds" in err, err
-
-
 def test_a_fabric_of_a_file(files, capsys):
     one = ["simulate", files / "job.json", "--workers", 4, "--bandwidth", "1Gbit", "--fabric"]
     status, out, err = run(capsys, *one, f"ring-whole,{files / 'own.py'}:Circle", "--json")

@@ -121,7 +121,7 @@ def test_what_theory_says_about_plans_without_forward_overlap(workload, cluster)
     ("name", "options", "carrier"),
     [
         ("ddp", {}, "ddp"),
-        ("ddp", {"wire": "all-bf16"}, "legato"),
+        ("ddp", {"wire": "bf16"}, "legato"),
         ("ddp", {"shard": "optimizer"}, "legato"),
         ("legato", {}, "legato"),
     ],

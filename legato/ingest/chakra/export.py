@@ -34,7 +34,7 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
     check_plan(plan, workload)
     if plan.shard != "none":
         raise InputError(f"a plan with shard {plan.shard!r} cannot be written as Chakra (expected one without shards)")
-    if any(message.wire is not None for message in plan.messages):
+    if plan.wires:
         raise InputError("a plan with messages in a wire format cannot be written as Chakra (expected exact ones)")
     if any(message.kind in ("push", "pull") for message in plan.messages):
         raise InputError("a plan with parameter servers cannot be written as Chakra (expected collectives)")

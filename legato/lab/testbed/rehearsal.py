@@ -31,7 +31,7 @@ from legato.lab.testbed.launch import Advance, run_workers
 from legato.reports.doubts import doubts
 from legato.reports.model import ModelReport
 from legato.schedule import SCHEDULERS
-from legato.schedule.search.rounding import check_rounding
+from legato.schedule.basics.wire import check_wire
 
 __all__ = [
     "BUCKETS",
@@ -72,7 +72,7 @@ class Task(msgspec.Struct, frozen=True):
     scheduler in `traced` is recorded as a timeline. With `compiled`, the plans run in compiled models, which can
     compute in a plan's own order. DDP's models are not compiled, so that DDP has each gradient as soon as its op ends.
     With a `shard`, plans are also tried sharded, and DDP is also tried with torch's ZeroRedundancyOptimizer, for which
-    there is no prediction. With a `wire` format, plans are also tried with some gradients in this format, and DDP with
+    there is no prediction. With a `wire` format, plans are also tried with all gradients in this format, and DDP with
     torch's hook.
     """
 
@@ -89,7 +89,7 @@ class Task(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.shard not in SHARDS:
             raise unknown_name("shard", self.shard, SHARDS)
-        check_rounding(self.wire, self.workload, shard=self.shard)
+        check_wire(self.wire, self.workload.tensors, shard=self.shard)
         if self.compiled and (self.shard, self.wire) != ("none", "none"):
             raise InputError("compiled: given with shard or wire (expected only one of the two)")
         for name in self.schedulers:
@@ -114,9 +114,8 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 class Trial(msgspec.Struct, frozen=True):
     """The result for one plan: the seconds of every timed iteration, and the prediction, if there is one.
 
-    `measured` is the timeline of one iteration if the plan was traced. If the task has a wire format, `rounded` is the
-    fraction of the gradients' bytes that the plan sends in this format. `plan` is the plan that legato's runtime ran,
-    or the plan whose buckets DDP used; without such a plan, it is None.
+    `measured` is the timeline of one iteration if the plan was traced. `plan` is the plan that legato's runtime ran, or
+    the plan whose buckets DDP used; without such a plan, it is None.
     """
 
     scheduler: str
@@ -125,7 +124,6 @@ class Trial(msgspec.Struct, frozen=True):
     lower_bound_s: float
     num_messages: int
     measured: Timeline | None = None
-    rounded: float | None = None
     plan: Plan | None = None
 
     @property
@@ -144,7 +142,6 @@ class Trial(msgspec.Struct, frozen=True):
             predicted_s=None if self.predicted is None else self.predicted.iteration_s,
             lower_bound_s=None if self.predicted is None else self.lower_bound_s,
             num_messages=self.num_messages,
-            rounded=self.rounded,
         )
 
 
@@ -169,7 +166,6 @@ class Rehearsal(msgspec.Struct, frozen=True):
                 "speedup_over_ddp": ddp_s / t.median_s,
                 "lower_bound_s": t.lower_bound_s,
                 "num_messages": t.num_messages,
-                **({} if t.rounded is None else {"rounded": t.rounded}),
             }
             for t in self.trials
         ]

@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from legato.core.cluster import Cluster
-from legato.core.plan import Plan, Rounding
+from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.lab.hypothetical import scale_compute
@@ -210,7 +210,6 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
                 lower_bound_s=p.lower_bound_s,
                 num_messages=len(p.plan.messages),
                 measured=_typical(p.name, traces.get(p.name, [])),
-                rounded=None if task.wire == "none" else p.plan.rounded,
                 plan=None if p.timeline is None else p.plan,
             )
             for p in predictions
@@ -240,9 +239,7 @@ def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) ->
             others = compare(workload, cluster, planned, shard=task.shard) if planned else []
             predictions += [_predicted(c, c.plan.scheduler + SHARDED) for c in others]
         if task.wire != "none":
-            everything: Rounding = "all-bf16" if task.wire.endswith("bf16") else "all-fp16"
-            (hooked,) = compare(workload, cluster, ["ddp"], wire=everything)
-            others = compare(workload, cluster, planned, wire=task.wire) if planned else []
+            hooked, *others = compare(workload, cluster, ["ddp", *planned], wire=task.wire)
             predictions += [_predicted(hooked, HOOKED), *(_predicted(c, c.plan.scheduler + ROUNDED) for c in others)]
         content = msgspec.json.encode(predictions)
     return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])

@@ -64,7 +64,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"<p>{html.escape(str(self))}</p>"
 
 
-def lower_bound(  # noqa: PLR0913
+def lower_bound(
     workload: Workload,
     cluster: Cluster,
     *,
@@ -73,7 +73,6 @@ def lower_bound(  # noqa: PLR0913
     sends: Sends = "halves",
     shard: Shard = "none",
     step_last: bool = False,
-    wire: bool = False,
     thorough: bool = True,
 ) -> Bound:
     """Return the largest bound that the arguments prove for the sets tried.
@@ -82,24 +81,23 @@ def lower_bound(  # noqa: PLR0913
     `order` allows the plan's `op_order`. The bound is sharper if it has to hold for fewer plans: with
     `sends="all_reduces"`, only for plans of all-reduces; with `"pairs"`, also for plans with pairs of a reduce-scatter
     and an all-gather of the same slices, as in all sharded plans. With `shard` and `step_last`, the bound holds only
-    for plans with all optimizer ops after the backward pass. Without `wire`, the bound does not hold for plans with
-    messages in a wire format (`Message.wire`). Without `thorough`, or without numba, the argument "two-sided" is left
-    out, because it takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans
-    (`wider_kinds`) also holds for the requested kind. So a thorough bound is never below the bound of a wider kind with
-    the same `wire`, with up to 64 tensors, or up to 4,096 if the kinds differ only in `sends`. Raises `InputError` if a
-    setting is unknown, and `TooLargeError` if there are too many ops.
+    for plans with all optimizer ops after the backward pass. For plans with messages in a wire format (`Message.wire`),
+    pass `cluster.in_wire_format()`. Without `thorough`, or without numba, the argument "two-sided" is left out, because
+    it takes longest; without `thorough`, "nested" also tries fewer sets. A bound for a wider kind of plans
+    (`wider_kinds`) also holds for the requested kind. So a thorough bound is never below the bound of a wider kind,
+    with up to 64 tensors, or up to 4,096 if the kinds differ only in `sends`. Raises `InputError` if a setting is
+    unknown, and `TooLargeError` if there are too many ops.
     """
     check_sends(sends)
-    own = PlanKind(order, sends, shard, step_last, wire)
+    own = PlanKind(order, sends, shard, step_last)
     best = _best(Problem(workload, cluster, compute, own, thorough=thorough))
     kinds = wider_kinds(own) if thorough and len(workload.tensors) <= _MOST_TENSORS else [own]
     for kind, at_floors in itertools.product(kinds, (False, True) if cluster.has_floors else (False,)):
         if (kind, at_floors) == (own, False):
             continue
         near = kind == own._replace(sends=kind.sends) or len(workload.tensors) <= _FEW_TENSORS
-        near = near and kind.wire == wire and not at_floors
         costs = cluster.at_floors() if at_floors else cluster
-        problem = Problem(workload, costs, compute, kind, thorough=thorough and near)
+        problem = Problem(workload, costs, compute, kind, thorough=thorough and near and not at_floors)
         if _best(problem, best.seconds).seconds > best.seconds:
             # Search again from the beginning, as a call for this kind does: another start gives a slightly different
             # bound.
@@ -117,7 +115,7 @@ def _best(problem: Problem, beat: float = 0.0) -> Bound:
     return Bound(seconds, cast("Certificate", certificate))
 
 
-def verify_bound(  # noqa: PLR0913
+def verify_bound(
     bound: Bound,
     workload: Workload,
     cluster: Cluster,
@@ -127,7 +125,6 @@ def verify_bound(  # noqa: PLR0913
     sends: Sends = "halves",
     shard: Shard = "none",
     step_last: bool = False,
-    wire: bool = False,
 ) -> Fraction:
     """Return the seconds that the certificate proves in exact arithmetic; pass the same settings as to `lower_bound`.
 
@@ -136,7 +133,7 @@ def verify_bound(  # noqa: PLR0913
     exceeds what the certificate proves by over one part in 10**9 (the rounding of floats).
     """
     check_sends(sends)
-    own = PlanKind(order, sends, shard, step_last, wire)
+    own = PlanKind(order, sends, shard, step_last)
     kind = own if bound.kind is None else bound.kind
     if kind not in wider_kinds(own):
         raise InputError(f"bound: for {kind} (expected one that has all of {own})")

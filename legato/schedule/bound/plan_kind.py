@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Literal, NamedTuple, get_args
 
+from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import gathers_what_it_scatters
 from legato.schedule.basics.heads_tails import Order
 
-__all__ = ["PlanKind", "Sends", "check_sends", "kind_of", "wider_kinds"]
+__all__ = ["PlanKind", "Sends", "check_sends", "cluster_for_bound", "kind_of", "wider_kinds"]
 
 #: Which messages plans may send: only all-reduces; also pairs of a reduce-scatter and an all-gather of the same slices;
 #: or any halves.
@@ -31,7 +32,6 @@ class PlanKind(NamedTuple):
     sends: Sends
     shard: Shard = "none"
     step_last: bool = False
-    wire: bool = False
 
 
 def wider_kinds(kind: PlanKind) -> list[PlanKind]:
@@ -42,7 +42,6 @@ def wider_kinds(kind: PlanKind) -> list[PlanKind]:
         every[every.index(kind.sends) :] if kind.shard == "none" else (kind.sends,),
         (kind.shard,),
         dict.fromkeys((kind.step_last, False)),
-        dict.fromkeys((kind.wire, True)),
     )
     return [PlanKind(*values) for values in itertools.product(*axes)]  # pyrefly: ignore[bad-argument-type]
 
@@ -61,5 +60,9 @@ def kind_of(plan: Plan, workload: Workload) -> PlanKind:
     if all(message.kind == "all_reduce" for message in plan.messages):
         sends = "all_reduces"
     step_last = plan.shard != "none" and "optimizer" not in phases[: len(backward)]
-    wire = any(message.wire is not None for message in plan.messages)
-    return PlanKind("captured" if kept else "any", sends, plan.shard, step_last, wire)
+    return PlanKind("captured" if kept else "any", sends, plan.shard, step_last)
+
+
+def cluster_for_bound(plan: Plan, cluster: Cluster) -> Cluster:
+    """Return the cluster for a plan's bound: if any message is rounded, the cluster on which all messages are."""
+    return cluster.in_wire_format() if plan.wires else cluster

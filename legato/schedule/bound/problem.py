@@ -75,9 +75,8 @@ class Problem:
         self.sharded = kind.shard != "none"
         if self.sharded and kind.sends == "all_reduces":
             raise InputError(f"sends: 'all_reduces' with shard {kind.shard!r} (expected halves or pairs)")
-        self.kind, self.compute, self.thorough, self.exact = kind, compute, thorough, exact
+        self.cluster, self.kind, self.compute, self.thorough, self.exact = cluster, kind, compute, thorough, exact
         self.sends: Sends = "pairs" if self.sharded else kind.sends
-        self.cluster = cluster.in_wire_format() if kind.wire else cluster
         self.every = with_sharded_updates(workload, cluster.workers) if self.sharded else workload
         self.dtype = np.int64 if exact else np.float64
         self.number: type = Fraction if exact else float

@@ -24,11 +24,11 @@ for sharded plans (`in_halves/`).
 
 Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
 other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
-(`in_halves/sharded_plans.py`), which starts from plans found without shards. If messages may be sent in a wire format,
-`legato` plans with the costs of exact and of rounded messages, and then rounds as few bytes as possible
-(`wire_format.py`). The plans of all other schedulers are candidates, too, so no other scheduler is faster. With more
-than `MOST_BLOCKS` tensors, PACE's plan comes first, then the search, and then the other schedulers one by one. No more
-schedulers run once the best plan is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
+(`in_halves/sharded_plans.py`), which starts from plans found without shards. If messages are sent in a wire format,
+`legato` plans with the costs of exact and of rounded messages, and keeps the faster plan (`wire_format.py`). The plans
+of all other schedulers are candidates, too, so no other scheduler is faster. With more than `MOST_BLOCKS` tensors,
+PACE's plan comes first, then the search, and then the other schedulers one by one. No more schedulers run once the best
+plan is within `gap` of the bound. So no other scheduler is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
@@ -48,6 +48,7 @@ from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
 from legato.schedule.basics.sharded import check_shard
+from legato.schedule.basics.wire import check_wire
 from legato.schedule.published import PUBLISHED
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
@@ -56,7 +57,6 @@ from legato.schedule.search.in_halves.sharded_plans import sharded_plan
 from legato.schedule.search.message_search import search_order
 from legato.schedule.search.op_orders import bounded_orders
 from legato.schedule.search.problem import Problem
-from legato.schedule.search.rounding import check_rounding
 from legato.schedule.search.wire_format import plan_in_wire_format
 
 __all__ = ["legato"]
@@ -86,25 +86,23 @@ def legato(  # noqa: PLR0913
     seconds, which is logged. By default, every message uses the cheapest collective; `collective` restricts the choice
     to one. A message in halves uses only collectives that consist of a reduce-scatter and an all-gather. No message has
     more than `max_message_bytes`; tensors are partitioned if necessary. With `shard`, the plan shards the optimizer or
-    also the gradients. With `wire`, as few bytes as possible, or all bytes, are sent in a wire format. With `wire`,
-    there are four searches (exact messages, rounded messages, a mixture, and which messages to round), and each search
-    has the whole `work` and `limit_s`. Raises `InputError` if the cluster lacks the collective, the limit is below 16
-    bytes, or `shard` or `wire` is unknown or impossible. Raises `PlanError` if `shard` needs halves that the collective
-    does not have, and `TooLargeError` if the limit makes too many messages.
+    also the gradients. With `wire`, all messages are sent in a wire format. Then there are two searches (for exact and
+    for rounded messages), and each search has the whole `work` and `limit_s`. Raises `InputError` if the cluster lacks
+    the collective, the limit is below 16 bytes, or `shard` or `wire` is unknown or impossible. Raises `PlanError` if
+    `shard` needs halves that the collective does not have, and `TooLargeError` if the limit makes too many messages.
     """
     check_shard(shard)
-    check_rounding(wire, workload, shard=shard)
+    check_wire(wire, workload.tensors, shard=shard)
     within, costs = (gap, work, limit_s, rounds), cluster
     if shard != "none":
         costs = in_halves(cluster, collective, f"shard {shard!r}")
-    plan = _solve(Problem(workload, costs, collective, *within, seed, max_message_bytes, shard, wire))
+    problem = Problem(workload, costs, collective, *within, seed, max_message_bytes, shard)
+    plan = _solve(problem) if wire == "none" else plan_in_wire_format(problem, wire, _solve)
     return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster), carrier="legato")
 
 
 def _solve(problem: Problem) -> Plan:
-    """Return the best plan; transform a problem with wire formats, contention or shards into problems without them."""
-    if problem.wire != "none":
-        return plan_in_wire_format(problem, _solve)
+    """Return the best plan; transform a problem with contention or shards into problems without them."""
     check_partitions(problem.workload, "max_message_bytes", problem.most)
     if problem.cluster.contention is not None:
         return contended_plan(problem, _solve)
@@ -114,7 +112,7 @@ def _solve(problem: Problem) -> Plan:
 
 
 def _unsharded(problem: Problem) -> Plan:
-    """Return the best plan found without shards, wire formats and contention."""
+    """Return the best plan found without shards and contention."""
     workload, cluster, gap, large = problem.workload, problem.cluster, problem.gap, problem.large
     budget, collectives, fastest = problem.budget(), problem.collectives, Fastest(problem)
     names, (cheapest, _) = collectives.names, collectives.lines.choose(workload.nbytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from legato.core.cluster import Cluster
-from legato.core.plan import Plan, Rounding, Shard
+from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import has_free_order, message_limit, resolve_collective
 from legato.schedule.search.blocks import too_many_tensors
@@ -34,7 +34,6 @@ class Problem:
     seed: int
     max_message_bytes: int | None
     shard: Shard
-    wire: Rounding
 
     @cached_property
     def most(self) -> float:

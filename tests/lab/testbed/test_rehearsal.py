@@ -132,8 +132,6 @@ def test_the_rivals_of_shards_and_of_wire_formats(chain, tmp_path, option, value
     rows, _ = json.JSONDecoder().raw_decode(said[re.search(r"^\[", said, re.MULTILINE).start() :])
     assert [row["scheduler"] for row in rows] == names
     assert [row["predicted_s"] is None for row in rows] == [name == "ddp+zero" for name in names]
-    rounded = [row.get("rounded") for row in rows]
-    assert rounded[:3] == ([0.0, 0.0, 1.0] if option == "--wire" else [None] * 3)
 
 
 def test_ddp_is_always_measured_and_first():

@@ -35,7 +35,7 @@ from legato.schedule.bound.arguments.nested import Nested, NestedSets, OfSets
 from legato.schedule.bound.arguments.sharded import Sharded
 from legato.schedule.bound.arguments.two_sided import DividedHalves, TwoSided
 from legato.schedule.bound.lower_bound import ARGUMENTS, Bound, lower_bound, verify_bound
-from legato.schedule.bound.plan_kind import PlanKind, kind_of, wider_kinds
+from legato.schedule.bound.plan_kind import PlanKind, cluster_for_bound, kind_of, wider_kinds
 from legato.schedule.bound.problem import Problem
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.baselines import single
@@ -199,7 +199,11 @@ def test_messages_that_cost_nothing_or_only_their_start(seed):
 @pytest.mark.slow
 @examples(300)
 @given(
-    st.data(), workloads(), clusters(contended=True), settings_of_bound, st.sampled_from(["plans", "pairs", "shard"])
+    st.data(),
+    workloads(),
+    clusters(contended=True),
+    settings_of_bound,
+    st.sampled_from(["plans", "pairs", "shard", "wire"]),
 )
 def test_no_random_plan_is_faster(data, workload, cluster, setting, kind):
     compute, order = setting
@@ -209,14 +213,13 @@ def test_no_random_plan_is_faster(data, workload, cluster, setting, kind):
     if kind == "wire":
         wires = st.sampled_from([None, "bf16", "fp16"])
         plan = replace(plan, messages=tuple(replace(m, wire=data.draw(wires)) for m in plan.messages))
-        assert kind_of(plan, workload).wire == any(m.wire for m in plan.messages) >= (plan.rounded > 0)
     if kind == "shard" and data.draw(st.booleans()):
         plan = sharded(plan, workload, plan.shard)
     try:
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
-    fields = kind_of(plan, workload)._replace(order=order)._asdict()
+    cluster, fields = cluster_for_bound(plan, cluster), kind_of(plan, workload)._replace(order=order)._asdict()
     no_argument_beats(seconds, workload, cluster, compute=compute, **fields)
     # A part in 10**12 for the one division in the bound, the slope between several collectives.
     assert seconds >= lower_bound(workload, cluster, compute=compute, **fields).seconds * (1 - 1e-12)
@@ -792,11 +795,11 @@ shards = st.sampled_from(["none", "none", "optimizer"])
 
 
 @pytest.mark.slow
-@given(workloads(), floored, st.sampled_from(["captured", "any"]), shards, st.booleans(), st.booleans())
+@given(workloads(), floored, st.sampled_from(["captured", "any"]), shards, st.booleans())
 @examples(60)
-def test_a_narrower_kind_of_plan_has_no_lower_bound(job, cluster, order, shard, step_last, wire):
+def test_a_narrower_kind_of_plan_has_no_lower_bound(job, cluster, order, shard, step_last):
     for sends in ("all_reduces", "pairs") if shard == "none" else ("pairs",):
-        kind = PlanKind(order, sends, shard, step_last and shard != "none", wire)
+        kind = PlanKind(order, sends, shard, step_last and shard != "none")
         bound = lower_bound(job, cluster, **kind._asdict())
         verify_bound(bound, job, cluster, **kind._asdict())
         for wide in wider_kinds(kind):
@@ -815,14 +818,11 @@ def test_a_wider_kind_of_plan_may_have_the_larger_bound():
 
 
 def test_wider_kinds():
-    assert wider_kinds(PlanKind("any", "halves", wire=True)) == [PlanKind("any", "halves", wire=True)]
+    assert wider_kinds(PlanKind("any", "halves")) == [PlanKind("any", "halves")]
     assert wider_kinds(PlanKind("captured", "pairs")) == [
-        PlanKind(order, sends, wire=wire)
-        for order in ("captured", "any")
-        for sends in ("pairs", "halves")
-        for wire in (False, True)
+        PlanKind(order, sends) for order in ("captured", "any") for sends in ("pairs", "halves")
     ]
-    step = PlanKind("any", "pairs", "optimizer", step_last=True, wire=True)
+    step = PlanKind("any", "pairs", "optimizer", step_last=True)
     assert wider_kinds(step) == [step, step._replace(step_last=False)]
 
 
@@ -837,14 +837,13 @@ def test_a_bound_for_plans_of_another_kind_proves_nothing():
         verify_bound(replace(bound, kind=PlanKind("captured", "all_reduces")), ONE, LINE, sends="pairs")
 
 
-@pytest.mark.parametrize(("wire", "seconds"), [(False, 3 + 10 + 2), (True, 3 + 6 + 2)])
-def test_a_message_in_a_wire_format(wire, seconds):
+def test_a_message_in_a_wire_format():
     """2 + 8 seconds for 8 bytes, 2 + 4 for four; backward before it and forward after it."""
-    bound = lower_bound(ONE, LINE, sends="all_reduces", wire=wire)
-    assert bound.seconds == seconds
-    assert verify_bound(bound, ONE, LINE, sends="all_reduces", wire=wire) == seconds
+    light = LINE.in_wire_format()
+    for cluster, seconds in ((LINE, 3 + 10 + 2), (light, 3 + 6 + 2)):
+        bound = lower_bound(ONE, cluster, sends="all_reduces")
+        assert bound.seconds == seconds
+        assert verify_bound(bound, ONE, cluster, sends="all_reduces") == seconds
+    exact = lower_bound(ONE, LINE, sends="all_reduces")
     with pytest.raises(InputError, match="its certificate proves only"):
-        verify_bound(replace(bound, seconds=15.1), ONE, LINE, sends="all_reduces", wire=wire)
-    if not wire:  # a bound for exact plans is not one for rounded ones
-        with pytest.raises(InputError, match="its certificate proves only"):
-            verify_bound(bound, ONE, LINE, sends="all_reduces", wire=True)
+        verify_bound(exact, ONE, light, sends="all_reduces")

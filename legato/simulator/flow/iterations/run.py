@@ -118,7 +118,7 @@ def check_flow_plan(plan: Plan) -> None:
         raise InputError(
             f"shard: {plan.shard!r} transfer by transfer (expected a plan without shards: --fidelity formulas)"
         )
-    if any(message.wire is not None for message in plan.messages):
+    if plan.wires:
         raise InputError("wire: a plan with wire formats transfer by transfer (expected none: --fidelity formulas)")
 
 
