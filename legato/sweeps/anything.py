@@ -59,7 +59,7 @@ def sweep(
     *,
     fidelity: Literal["formulas", "flows"] | None = None,
     jobs: int | None = None,
-    backend: str | None = None,
+    dask: str | None = None,
     progress: Callable[[int, int], object] | None = None,
     **axes: Unpack[Axes],
 ) -> Results[JobRow]: ...
@@ -72,20 +72,20 @@ def sweep(
     fidelity: Literal["formulas", "transfers"] | None = None,
     iterations: int | None = None,
     jobs: int | None = None,
-    backend: str | None = None,
+    dask: str | None = None,
     progress: Callable[[int, int], object] | None = None,
     **axes: Unpack[Axes],
 ) -> Results[SweepRow]: ...
-def sweep(what: Any, *, jobs: int | None = None, backend: str | None = None, progress: Any = None, **given: Any) -> Any:
+def sweep(what: Any, *, jobs: int | None = None, dask: str | None = None, progress: Any = None, **given: Any) -> Any:
     """Simulate workloads or whole jobs on every combination of networks, on all cores.
 
     A property of the network may have one value or several: `bandwidth_bps=[10e9, 25e9], workers=8`. `fabric` (names or
     fabrics) and `scheduler` (names or functions) may also have several values. `fidelity` is by default `transfers`, or
-    `flows` for whole jobs. `jobs` is the number of cores; `backend` names a cluster of machines to run on
-    (`legato.sweeps.parallel`). Each result is a row; `pandas.DataFrame(results.rows)` has all rows. A cell that fails
-    is a row with an error. Raises `InputError` on unknown names and on numbers outside their range.
+    `flows` for whole jobs. `jobs` is the number of cores of this machine to run on; `dask` is the address of the
+    scheduler of a Dask cluster to run on instead. Each result is a row; `pandas.DataFrame(results.rows)` has all rows.
+    A cell that fails is a row with an error. Raises `InputError` on unknown names and on numbers outside their range.
     """
-    several, how = _several(what), {"jobs": jobs, "backend": backend, "progress": progress}
+    several, how = _several(what), {"jobs": jobs, "dask": dask, "progress": progress}
     whole = [isinstance(one, Job) for one in several]
     if any(whole) != all(whole) or not several:
         raise InputError("workloads and whole jobs in one sweep, or nothing (expected only one kind)")

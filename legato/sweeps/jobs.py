@@ -71,7 +71,7 @@ def sweep_jobs(
     *,
     journal: Journal | None = None,
     jobs: int | None = None,
-    backend: str | None = None,
+    dask: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Results[JobRow]:
     """Predict the step of every named job on every network; the last axis of the networks changes fastest.
@@ -88,7 +88,7 @@ def sweep_jobs(
     work = [(cell, named[name]) for name, cell in cells]
     for cell, job in work:
         on_network(job, cell.axes, cell.fidelity)
-    done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
+    done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, dask=dask, progress=progress)
     first_s: dict[str, float] = {}
     rows: Results[JobRow] = Results()
     for name, cell in cells:

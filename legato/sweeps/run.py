@@ -25,21 +25,20 @@ def sweep(
     *,
     journal: Journal | None = None,
     jobs: int | None = None,
-    backend: str | None = None,
+    dask: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Results[SweepRow]:
     """Simulate every cell of a grid, and return one row per cell in the order of the grid.
 
     Cells in the journal do not run again. A cell that runs is stored in the journal
-    as soon as it is done. `jobs` is the number of cores (None: all), on this
-    machine or on a `backend` (`legato.sweeps.parallel`). `progress(done, total)`
-    is called as cells finish. A cell that fails is a row with an error. Raises
-    `InputError` if the backend cannot be used, or if links are to be simulated and numba is missing.
+    as soon as it is done. Cells run on `jobs` cores of this machine (None: all), or on the Dask cluster whose
+    scheduler has the address `dask`. `progress(done, total)` is called as cells finish. A cell that fails is a row with
+    an error. Raises `InputError` if the cluster cannot be used, or if links are to be simulated and numba is missing.
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
     work = [(cell, (by_id[cell.workload_id], *grid.parts(cell))) for cell in cells]
-    done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
+    done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, dask=dask, progress=progress)
     return _rows(grid, cells, done)
 
 
@@ -59,7 +58,7 @@ def outcomes(
     *,
     journal: Journal | None,
     jobs: int | None,
-    backend: str | None,
+    dask: str | None,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Outcome]:
     """Return the outcomes of cells by key, from the journal or from `run(cell, input of the cell)`.
@@ -74,7 +73,7 @@ def outcomes(
     finished = total - len(todo)
     if progress:
         progress(finished, total)
-    with closing(in_parallel(partial(_run, run), list(todo.items()), jobs, backend)) as results:
+    with closing(in_parallel(partial(_run, run), list(todo.items()), jobs, dask)) as results:
         for key, outcome in results:
             if journal is None:
                 done[key] = outcome

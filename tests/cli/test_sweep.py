@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from distributed import LocalCluster
 from support import PATIENCE_S, unmeasured
 from support.command import run, without_progress
 
@@ -171,8 +172,9 @@ def test_what_failed_is_said(capsys, workload):
         (("-o", "x.xlsx"), "expected .parquet, .csv, .html"),
         (("-o", "/no/such/x.csv"), "no such directory"),
         (("--report", "x.csv"), "expected .html"),
-        (("--backend", "spark://x"), "expected dask://host:port, or ray"),
-        (("--backend", "dask://127.0.0.1:1"), "no Dask scheduler answers"),
+        (("--dask", "127.0.0.1:1"), "dask: no scheduler answers at '127.0.0.1:1'"),
+        (("--dask", "nowhere"), "dask: no scheduler answers at 'nowhere'"),
+        (("--dask", "spark://x"), "dask: no scheduler answers at 'spark://x'"),
     ],
 )
 def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, words):
@@ -182,8 +184,15 @@ def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, wor
     assert len(err.strip().splitlines()) == 1 and words in err
 
 
-@pytest.mark.parametrize("finished", [0, 3])
-def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finished):
+@pytest.fixture(scope="module")
+def dask():
+    """The address of the scheduler of a cluster with two worker processes."""
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        yield cluster.scheduler_address
+
+
+@pytest.mark.parametrize(("finished", "on"), [(0, "this machine"), (3, "this machine"), (3, "dask")])
+def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, dask, finished, on):
     ops = [legato.Op(f"f{i}", "forward", 1e-4) for i in range(200)]
     ops += [legato.Op(f"b{i}", "backward", 1e-4, (i,)) for i in range(200)]
     tensors = [legato.Tensor(f"w{i}", 10_000, 200 + i, (i,)) for i in range(200)]
@@ -197,8 +206,7 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
         "w.json",
         "--fabric",
         "parameter-server,tree",
-        "--jobs",
-        "2",
+        *(("--dask", dask) if on == "dask" else ("--jobs", "2")),
     ]
     command += ["--workers", ",".join(workers), "-o", "s.csv"]
     sweep = subprocess.Popen(

@@ -1,19 +1,19 @@
-"""Grids: which cells they have, that they resume, that every backend gives the same, and what the files hold."""
+"""Grids: which cells they have, that they resume, that a cluster gives the same, and what the files hold."""
 
 import csv
 import dataclasses
-import importlib.util
+import itertools
 import math
 import os
 import re
 import signal
 import sys
 import time
-import types
 
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from distributed import LocalCluster
 from support.nets import chain
 
 from legato.core.cluster import Cluster
@@ -200,39 +200,26 @@ def test_processes_give_what_one_gives():
 
 
 def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
-    from distributed import LocalCluster
-
-    with LocalCluster(
-        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None, protocol="tcp"
-    ) as dask:
-        backend = dask.scheduler_address.replace("tcp://", "dask://")
+    """A scheduler, and workers in processes of their own."""
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        dask = cluster.scheduler_address
         with Journal(tmp_path / "j") as journal:
-            rows = sweep(GRID, journal=journal, backend=backend)
+            rows = sweep(GRID, journal=journal, dask=dask)
             assert len(journal.done) == len(rows) == 12
-    assert timeless(rows) == timeless(sweep(GRID, jobs=1))
+        assert timeless(rows) == timeless(sweep(GRID, jobs=1))
+        assert os.getpid() not in {pid for _, pid, _ in in_parallel(_where, [0.0] * 20, dask=dask)}
+        spans = sorted(in_parallel(_span, range(8), jobs=1, dask=dask))
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+        with pytest.raises(LegatoError, match="dask: the scheduler or a worker was stopped or killed"):
+            list(in_parallel(_ends, range(4), dask=dask))
 
 
-def test_a_ray_cluster_gives_what_this_machine_gives(tmp_path, monkeypatch):
-    pytest.importorskip("ray")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with Journal(tmp_path / "j") as journal:
-        rows = sweep(GRID, journal=journal, backend="ray")
-        assert len(journal.done) == len(rows) == 12
-    assert timeless(rows) == timeless(sweep(GRID, jobs=1))
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:x", "ray://127.0.0.1:99999"])
-def test_no_ray_cluster_answers(monkeypatch, address):
-    """With Ray, and with two modules in its place."""
-    if importlib.util.find_spec("ray") is None:
-        ray, joblib = types.ModuleType("ray"), types.ModuleType("ray.util.joblib")
-        ray.is_initialized, joblib.register_ray, ray.util = lambda: False, lambda: None, types.ModuleType("ray.util")
-        ray.util.joblib = joblib
-        for module in (ray, ray.util, joblib):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(InputError, match=f"no cluster answers at RAY_ADDRESS={address}"):
-        sweep(GRID, backend="ray")
+def test_a_dask_cluster_without_workers():
+    with (
+        LocalCluster(n_workers=0, dashboard_address=None) as cluster,
+        pytest.raises(InputError, match=r"dask: the cluster at .* has no workers"),
+    ):
+        sweep(GRID, dask=cluster.scheduler_address)
 
 
 def test_machines_of_all_kinds_are_what_the_simulator_says():
@@ -277,6 +264,13 @@ def _where(seconds):
     return seconds, os.getpid(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+def _span(_):
+    """When it began and ended."""
+    began = time.monotonic()
+    time.sleep(0.02)
+    return began, time.monotonic()
+
+
 def _ends(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -285,32 +279,10 @@ def _machines(row):
     return row.axes["racks"], row.axes["oversubscription"], row.axes["jitter"]
 
 
-def test_backends_that_hand_results_over_in_rounds():
-    """As Ray's, which is made like joblib's own "multiprocessing"."""
-    import joblib
-
-    with joblib.parallel_config(backend="multiprocessing"):
-        assert sorted(in_parallel(abs, range(-20, 0), jobs=2)) == list(range(1, 21))
-
-
-@pytest.mark.parametrize(
-    ("backend", "words"),
-    [
-        ("spark", "expected dask://host:port, or ray"),
-        ("dask", "expected dask://host:port, or ray"),
-        ("dask://nowhere", "expected dask://host:port, or ray"),
-    ],
-)
-def test_wrong_backends(backend, words):
-    with pytest.raises(InputError, match=words):
-        sweep(GRID, backend=backend)
-
-
-def test_a_backend_that_is_not_installed(monkeypatch):
-    for name, module in (("ray", "ray.util.joblib"), ("dask://127.0.0.1:8786", "distributed")):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(InputError, match="not installed: pip install"):
-            sweep(GRID, backend=name)
+def test_dask_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(InputError, match="dask: not installed"):
+        sweep(GRID, dask="127.0.0.1:8786")
 
 
 @pytest.mark.parametrize(

@@ -65,16 +65,21 @@ class Running:
     """The options that say how cells are run."""
 
     jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
-    backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
+    dask: str | None = setting(
+        None,
+        "Run on the Dask cluster whose scheduler has this address.",
+        metavar="HOST:PORT",
+        show_default="this machine",
+    )
     fresh: bool = setting(False, "Discard finished cells and start again.", "--fresh")
 
     @contextmanager
     def cells(self, kept: Path | None) -> Iterator[dict[str, Any]]:
         """Yield keyword arguments for functions of `legato.sweeps`; the journal is stored next to the output `kept`."""
         from legato.sweeps.journal import Journal, journal_of
-        from legato.sweeps.parallel import check_backend
+        from legato.sweeps.parallel import check_dask
 
-        check_backend(self.backend)
+        check_dask(self.dask)
         journal = None
         try:
             with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
@@ -83,7 +88,7 @@ class Running:
                 if journal is not None and journal.done:
                     note(f"{journal.path} has {len(journal.done):,} finished cells")
                 with progress("sweeping") as advance:
-                    yield {"journal": journal, "jobs": self.jobs, "backend": self.backend, "progress": advance}
+                    yield {"journal": journal, "jobs": self.jobs, "dask": self.dask, "progress": advance}
         except KeyboardInterrupt:
             if kept is None:
                 raise Interrupted("interrupted; without --output, no finished cell is kept") from None
