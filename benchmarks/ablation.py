@@ -39,8 +39,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "search for messages": {SEARCH + "message_search._Search": lambda *_: SimpleNamespace(run=lambda *_: [])},
     "paired_halves": {SEARCH + "legato.pair_halves": lambda *_: None},
     "op_orders": {SEARCH + "op_orders.promising_orders": lambda *_, **__: []},
-    "best_groups": {SEARCH + "in_halves.sharded_plans.best_groups": lambda *_, **__: None},
-    "group_search": {SEARCH + "in_halves.sharded_plans.plans_in_groups": lambda *_: []},
 }
 NONE = 1e-6
 

@@ -19,12 +19,11 @@ messages during computation, and with the costs of messages without computation.
 contention, then picks the better plan (`contended.py`).
 
 If the startup time of a message is a considerable part of the iteration, few messages are sent. The search then also
-tries to send each message in two halves, a reduce-scatter and an all-gather. The halves are arranged and improved as
-for sharded plans (`in_halves/`).
+tries to send each message in two halves, a reduce-scatter and an all-gather (`in_halves/`).
 
 Everything above is for the captured order of computation. In the graphs of a compiled model, the order is free, so
-other orders are planned for as well (`op_orders.py`). Sharded plans have their own search
-(`in_halves/sharded_plans.py`), which starts from plans found without shards. If messages are sent in a wire format,
+other orders are planned for as well (`op_orders.py`). Sharded plans start from plans found without shards, whose
+messages are divided into halves; the halves are then improved in the same way. If messages are sent in a wire format,
 `legato` plans with the costs of exact and of rounded messages, and keeps the faster plan (`wire_format.py`). The plans
 of all other schedulers are candidates, too, so no other scheduler is faster. With more than `MOST_BLOCKS` tensors,
 PACE's plan comes first, then the search, and then the other schedulers one by one. No more schedulers run once the best
@@ -35,10 +34,12 @@ Source: ours. Units: seconds and bytes.
 `problem.py` defines the task, `candidates.py` keeps the fastest plan so far, `message_search.py` searches in one order
 of computation, `all_reduces.py` makes plans from messages, and `collectives.py` computes the cost of each message.
 `legato.py` imports all of these modules. Modules that transform the task and then search (`contended.py`,
-`in_halves/sharded_plans.py`, `wire_format.py`) get the search as an argument.
+`wire_format.py`) get the search as an argument.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 
@@ -47,15 +48,15 @@ from legato.core.files import identity
 from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
-from legato.schedule.basics.sharded import check_shard
+from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.basics.wire import check_wire
 from legato.schedule.published import PUBLISHED
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
+from legato.schedule.search.in_halves.halves import halves
 from legato.schedule.search.in_halves.paired_halves import pair_halves
-from legato.schedule.search.in_halves.sharded_plans import sharded_plan
 from legato.schedule.search.message_search import search_order
-from legato.schedule.search.op_orders import bounded_orders
+from legato.schedule.search.op_orders import bounded_orders, times_in_order
 from legato.schedule.search.problem import Problem
 from legato.schedule.search.wire_format import plan_in_wire_format
 
@@ -63,6 +64,8 @@ __all__ = ["legato"]
 
 #: The largest fraction of the remaining budget to spend on an order of computation, if more searches follow.
 _PART = 0.8
+#: The part of the budget of a sharded plan for the plan without shards from which the search starts.
+_UNSHARDED = 0.25
 
 
 def legato(  # noqa: PLR0913
@@ -107,7 +110,7 @@ def _solve(problem: Problem) -> Plan:
     if problem.cluster.contention is not None:
         return contended_plan(problem, _solve)
     if problem.shard != "none":
-        return sharded_plan(problem, _solve)
+        return _sharded(problem)
     return _unsharded(problem)
 
 
@@ -130,6 +133,22 @@ def _unsharded(problem: Problem) -> Plan:
         for name in tried:
             fastest.consider_in_turn(published(problem, name, contenders(cluster)), least_s * (1 + gap))
     if paired:
+        pair_halves(fastest, budget)
+    problem.warn_if_cut(budget)
+    return fastest.plan
+
+
+def _sharded(problem: Problem) -> Plan:
+    """Return the best plan found that shards the optimizer or also the gradients, as `problem.shard` says."""
+    workload, lines, fastest = problem.workload, problem.collectives.lines, Fastest(problem)
+    work, limit_s, budget = problem.work, problem.limit_s, problem.budget(1 - _UNSHARDED)
+    times = times_in_order(workload, workload.iteration_order())
+    plans = [_unsharded(replace(problem, shard="none", work=_UNSHARDED * work, limit_s=_UNSHARDED * limit_s))]
+    for name in dict.fromkeys((lines.choices[0][0], lines.choose(workload.nbytes)[0])):
+        plans += [] if problem.large else published(problem, name)
+        plans.append(halves(workload, problem.cluster, *times, name, problem.collectives.most))
+    fastest.consider(sharded(plan, workload, problem.shard) for plan in plans)
+    if not problem.large:
         pair_halves(fastest, budget)
     problem.warn_if_cut(budget)
     return fastest.plan

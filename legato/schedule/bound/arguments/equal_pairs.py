@@ -51,14 +51,12 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
 class DividedPairs:
     """A test of whether messages, each scattered and later gathered, can send all bytes of `sets` in a given time.
 
-    No gather starts before `from_s`. Each half has a startup time of `half_s`. With `apart`, everything is scattered
-    before anything is gathered.
+    No gather starts before `from_s`. Each half has a startup time of `half_s`.
     """
 
-    def __init__(self, sets: NestedSets, half_s: float, from_s: float, *, apart: bool = False) -> None:
+    def __init__(self, sets: NestedSets, half_s: float, from_s: float) -> None:
         self.release_s, self.tail_s, self.work_s = sets.release_s, sets.tail_s, halved(sets.work_s)
-        self.half_s, self.from_s, self.apart = half_s, from_s, apart
-        self.moment_s = 0.0  # the maximum found for the last time that fits
+        self.half_s, self.from_s = half_s, from_s
 
     def fits(self, seconds: float) -> bool:
         """Return whether the bytes of all sets can be divided among pairs that fit into this time."""
@@ -68,15 +66,13 @@ class DividedPairs:
             return False
         edges = np.linspace(self.from_s, until_s, _INTERVALS + 1).astype(total.dtype).clip(self.from_s, until_s)
         edges[0], edges[-1] = self.from_s, until_s
-        begin, end = (edges, edges) if self.apart else (edges[:-1], edges[1:])
+        begin, end = edges[:-1], edges[1:]
         at, work = np.zeros(len(begin), np.int64), np.full(len(begin), -1, total.dtype)
         for pairs in range(1, len(self.work_s) + 1):
             room = np.minimum(end - self.release_s[at], limit - begin - self.tail_s[at])
             work = np.maximum(work, room - pairs * self.half_s)
-            if not self.apart:
-                work = np.maximum.accumulate(work)  # the maximum may grow later
+            work = np.maximum.accumulate(work)  # the maximum may grow later
             if work.max() >= total:
-                self.moment_s = float(begin[work.argmax()])
                 return True
             before, at = at, np.searchsorted(self.work_s, work, side="right")
             if (at == before).all():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,7 @@ from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 
-__all__ = ["plan_in_groups", "plans_in_groups"]
+__all__ = ["plans_in_groups"]
 
 #: How many changes to try for every round. A change is cheaper than a change of all-reduces.
 _CHANGES = 32
@@ -48,28 +48,21 @@ def plans_in_groups(
     period: GroupedPeriod,
     starts: Iterable[Groups],
     enough_s: float,
-    arranged: Sequence[tuple[Groups, Arranged]] = (),
 ) -> Iterator[Plan]:
     """Yield plans from the search, until one takes at most `enough_s`, or the rounds or the budget are spent.
 
-    `starts` has the groups of other plans, at least one, the best first. `arranged` has more groups, each with the
-    orders of its halves and updates; of these, only the orders are changed.
+    `starts` has the groups of other plans, at least one, the best first.
     """
-    search = _Search(period, not problem.cluster.unpack_s_per_byte, enough_s, random.Random(problem.seed), arranged)
+    search = _Search(period, not problem.cluster.unpack_s_per_byte, enough_s, random.Random(problem.seed))
     first, *others = starts
     for groups in itertools.chain([first], _equal_groups(period, search.partition, len(first)), others):
         search.start(groups)
         if search.done:
             break
     for state in search.improve(_CHANGES * problem.rounds):
-        yield plan_in_groups(problem, period, state.groups, state.arranged)
-
-
-def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arranged: Arranged) -> Plan:
-    """Return the plan of an arranged iteration; each message uses the collective that is cheapest for its size."""
-    messages = problem.collectives.fit(period.messages(groups, arranged))
-    plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
-    return msgspec.structs.replace(plan, op_order=arranged.op_order)
+        messages = problem.collectives.fit(period.messages(state.groups, state.arranged))
+        plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
+        yield msgspec.structs.replace(plan, op_order=state.arranged.op_order)
 
 
 def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator[Groups]:
@@ -128,21 +121,13 @@ def _rank(state: _State) -> tuple[float, int]:
 class _Search:
     """The search: the iterations found so far, and the methods that improve these iterations."""
 
-    def __init__(
-        self,
-        period: GroupedPeriod,
-        partition: bool,
-        enough_s: float,
-        rng: random.Random,
-        given: Sequence[tuple[Groups, Arranged]],
-    ) -> None:
+    def __init__(self, period: GroupedPeriod, partition: bool, enough_s: float, rng: random.Random) -> None:
         self.period, self.partition, self.enough_s, self.rng = period, partition, enough_s, rng
-        self.given = [_state(groups, arranged) for groups, arranged in given]
         self.found: list[_State] = []
 
     @property
     def done(self) -> bool:
-        return self.period.budget.spent or any(map(self._is_enough, (*self.given, *self.found)))
+        return self.period.budget.spent or any(map(self._is_enough, self.found))
 
     def _is_enough(self, state: _State) -> bool:
         return state.seconds <= self.enough_s or self.period.budget.spent
@@ -156,7 +141,6 @@ class _Search:
 
     def improve(self, changes: int) -> Iterator[_State]:
         """Yield the best starting states, states with improved groups, and then the best state with improved orders."""
-        yield from self.given
         ends = []
         best: dict[int, _State] = {}  # by number of groups, for starts that differ
         for state in sorted(self.found, key=_rank):
@@ -165,7 +149,7 @@ class _Search:
             yield state
             ends.append(self._anneal(state, self._regrouped, int(changes * (1 - _REORDERED) / _IMPROVED)))
             yield ends[-1]
-        for state in (*sorted(ends, key=_rank)[:1], *self.given):
+        for state in sorted(ends, key=_rank)[:1]:
             yield self._anneal(state, self._reordered, int(changes * _REORDERED))
 
     def _anneal(self, state: _State, change: Callable[[_State], _State], changes: int) -> _State:

@@ -7,16 +7,14 @@ Units: seconds and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from legato.core.plan import Message
 from legato.core.workload import Workload
-from legato.schedule.basics.joined import Joined
 from legato.simulator.period import Period
 
-__all__ = ["Arranged", "Groups", "Part", "groups_between", "groups_of"]
+__all__ = ["Arranged", "Groups", "Part", "groups_of"]
 
 #: Part of a tensor: the tensor's index, the first byte, and the end.
 Part = tuple[int, int, int]
@@ -43,23 +41,3 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
         for message in messages
         if message.kind == "reduce_scatter"
     ]
-
-
-def groups_between(workload: Workload, tensors: Sequence[int], cuts: Sequence[int], partition: bool) -> Groups:
-    """Concatenate these tensors, divide the bytes at the offsets `cuts` or nearby, and return the groups.
-
-    Each cut moves to the nearest offset that is allowed; without `partition`, only the borders of tensors are allowed.
-    A group may be empty.
-    """
-    joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
-    borders = [0, *(_border(joined, at, partition) for at in cuts), joined.nbytes]
-    return [
-        [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in joined.slices(start, stop)]
-        for start, stop in pairwise(borders)
-    ]
-
-
-def _border(joined: Joined, at: int, partition: bool) -> int:
-    if partition:
-        return joined.aligned(min(max(at, 0), joined.nbytes))
-    return min((*joined.starts, joined.nbytes), key=lambda start: abs(start - at))
