@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 from scipy.optimize import linprog
 
 from legato.core.workload import Op, Tensor, Workload
@@ -51,6 +52,18 @@ CLOSED_FORMS = {
     "aggregation": lambda n: COMPUTE + 2 * ALPHA + (n + 2) * M,
     "multicast+aggregation": lambda n: COMPUTE + 2 * ALPHA + 3 * M,
 }
+
+
+def gradient_s(found):
+    """When each worker has each gradient, of a result: by [iteration, worker, tensor]."""
+    ready = [found.compute.backward.at[tensor.ready_after] for tensor in found.workload.tensors]
+    return np.array([found.compute.op_times("backward", k)[1][:, ready] for k in range(found.iterations)])
+
+
+def staggering_s(found):
+    """From the first to the last worker's start of the last backward pass, of a result."""
+    starts, _ = found.compute.op_times("backward", found.iterations - 1)
+    return starts[:, 0].max() - starts[:, 0].min()
 
 
 def max_min_by_linear_programs(routes, capacity):

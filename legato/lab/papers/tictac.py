@@ -94,7 +94,7 @@ def _simulate(
     )
     servers = fabric(PARAMETER_SERVER, servers=cluster.servers)
     done = simulate_flow(job, plan, servers, network)
-    inference_s = float(done.forward_end_s[0].max())
+    inference_s = float(done.compute.op_times("forward", 0)[1].max())
     compute_s = sum(op.duration_s for op in job.ops if op.phase == "forward") * float(network.slowdown(1)[0, 0])
     # All pulls are requested at the start, so the network is busy until the last byte arrives.
     network_s = float(done.received_s[0].max())

@@ -18,7 +18,7 @@ from legato.simulator.flow.iterations.result import FlowResult
 from legato.simulator.flow.iterations.run import plain_plan, simulate_flow
 from legato.simulator.flow.network.disturbances import Disturbance
 from legato.simulator.flow.network.network import SHARING, Network
-from legato.simulator.flow.shared.jobs import JobTimes, SharedJob, SharedNetwork, SharedTimes, simulate_jobs
+from legato.simulator.flow.shared.jobs import JobTimes, SharedJob, SharedNetwork, SharedTimes
 from legato.simulator.flow.shared.placement import PLACEMENTS, place
 
 __all__ = [
@@ -38,5 +38,4 @@ __all__ = [
     "place",
     "plain_plan",
     "simulate_flow",
-    "simulate_jobs",
 ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.flows import hosts_of
+from support.flows import gradient_s, hosts_of, staggering_s
 from support.flows import job as job_of
 from support.nets import chain
 from support.strategies import examples, plans, workloads
@@ -45,15 +45,14 @@ def test_the_toy_of_figure_2(aggregation, late_s, expected_s):
     late = toy(forward_s=late_s)
     chosen = fabric("multicast", aggregation=aggregation)
     found = simulate_flow([toy(), late], None, chosen, TWO)
-    assert found.staggering_s == pytest.approx(late_s)
+    assert staggering_s(found) == pytest.approx(late_s)
     assert found.backward_to_aggregated_s == pytest.approx(expected_s, rel=1e-12)
 
 
 def test_distribution_in_turn_staggers_the_toy_by_itself():
     """The second worker gets the last parameter 3 s after the first one does: Fig. 2 without anybody's help."""
     found = simulate_flow(toy(), None, fabric("parameter-server", aggregation="cut-through"), TWO)
-    assert found.staggering_s == pytest.approx(3.0) and found.backward_to_aggregated_s == pytest.approx(15.0)
-    assert found.aggregation_s == pytest.approx(12.0)  # from the first gradient on
+    assert staggering_s(found) == pytest.approx(3.0) and found.backward_to_aggregated_s == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize("sharing", ["fifo", "fair"])
@@ -152,11 +151,11 @@ def test_any_plan_runs_on_any_fabric(name, data):
     jitter = data.draw(st.sampled_from([0.0, 0.5]))
     network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s, jitter=jitter, **hosts_of(2, name))
     found = simulate_flow(job, plan, fabric(name, **options), network, iterations=2)
-    assert (found.aggregated_s >= found.gradient_s.max(axis=1)).all()
+    assert (found.aggregated_s >= gradient_s(found).max(axis=1)).all()
     if found.servers:
         assert (found.received_s[1:] >= found.aggregated_s[:-1, None, :]).all()
     else:
-        assert (found.received_s >= found.gradient_s.max(axis=1, keepdims=True)).all()
+        assert (found.received_s >= gradient_s(found).max(axis=1, keepdims=True)).all()
     assert (np.diff(found.end_s) > -1e-12).all()
 
 
@@ -184,8 +183,7 @@ def test_multicast_ends_staggering_and_incast_follows():
     net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
     plain, multicast = (simulate_flow(layered(), None, name, net) for name in ("parameter-server", "multicast"))
     # Worker 7 gets the last parameter when worker 0 has had it for 7 sends, and runs one forward op more.
-    assert plain.staggering_s == pytest.approx(7.0) and multicast.staggering_s == 0
-    assert plain.straggler_effect == pytest.approx(7.0 / plain.iteration_s)
+    assert staggering_s(plain) == pytest.approx(7.0) and staggering_s(multicast) == 0
     assert multicast.iteration_s < plain.iteration_s
 
 
@@ -195,8 +193,7 @@ def test_block_distribution_staggers_most():
         simulate_flow(layered(), None, fabric("parameter-server", distribution=d), net)
         for d in ("round-robin", "block")
     )
-    assert block.staggering_s == pytest.approx(7 * 6.0) and in_turn.staggering_s == pytest.approx(7.0)
-    assert in_turn.distribution_s == block.distribution_s == pytest.approx(8 * 6.0)
+    assert staggering_s(block) == pytest.approx(7 * 6.0) and staggering_s(in_turn) == pytest.approx(7.0)
 
 
 def test_without_the_barrier_aggregation_and_distribution_overlap():
@@ -222,10 +219,9 @@ def test_with_a_barrier_every_iteration_is_the_same():
 def test_one_slow_worker_holds_up_all():
     slow = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, compute_scale=(1, 1, 1, 2))
     found = simulate_flow(layered(), None, "ring", slow, iterations=1)
-    assert found.straggler_effect == pytest.approx(12.0 / found.iteration_s)
     assert found.utilization == pytest.approx(18.0 / found.iteration_s)
     assert found.received_s.min() >= 4.0 and found.received_s.max() >= 24.0
-    assert found.backward_end_s[0].tolist() == pytest.approx([12, 12, 12, 24])
+    assert found.compute.op_times("backward", 0)[1][:, -1].tolist() == pytest.approx([12, 12, 12, 24])
 
 
 def test_jitter_comes_from_the_seed():
@@ -330,12 +326,7 @@ def test_overlap_is_a_share_where_iterations_overlap_each_other():
     net = Network(workers=8, bandwidth_bps=100 * KILOBYTE_A_SECOND, jitter=0.5, compute_scale=scale, seed=3)
     free = fabric("multicast+aggregation", barrier=False)
     found = simulate_flow(layered(), None, free, net, iterations=4)
-    assert (
-        0
-        <= found.overlap
-        <= 1
-        < (found.communication_s + found.computation_s - found.last_s) / min(found.communication_s, found.computation_s)
-    )
+    assert 0 <= found.overlap <= 1
 
 
 def test_jitter_lets_no_worker_compute_for_more_than_its_time():

@@ -152,7 +152,6 @@ class FlowResult:
     ranks: NDArray[np.int64]  # axes [W]
     members: NDArray[np.int64]  # axes [W]
     end_s: Times  # axes [K]
-    gradient_s: Times  # axes [K, W, T]
     aggregated_s: Times  # axes [K, T]
     received_s: Times  # axes [K, W, T]
     num_events: int
@@ -161,9 +160,8 @@ class FlowResult:
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> FlowResult:
-        """Return the result of a simulation, given the times of each iteration and maybe all transfers."""
+        """Return the result of a simulation, given the times of each iteration."""
         compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
-        ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
         aggregated_s = np.array([[run.summed_s[i].max() for i in carriers] for run in runs])
         received_s = np.array([[run.received_s[i].max(axis=0) for i in unrolled.readable] for run in runs])
@@ -174,7 +172,6 @@ class FlowResult:
             ranks=topology.ranks,
             members=topology.members,
             end_s=np.array([iteration_end_s(unrolled.fabric, run) for run in runs]),
-            gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
             aggregated_s=aggregated_s,
             received_s=received_s.transpose(0, 2, 1),
             num_events=topology.graph.num_services,
@@ -194,68 +191,10 @@ class FlowResult:
         return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)
 
     @property
-    def forward_start_s(self) -> Times:
-        return self._edge("forward", first=True)
-
-    @property
-    def forward_end_s(self) -> Times:
-        return self._edge("forward", first=False)
-
-    @property
-    def backward_start_s(self) -> Times:
-        return self._edge("backward", first=True)
-
-    @property
-    def backward_end_s(self) -> Times:
-        return self._edge("backward", first=False)
-
-    def _edge(self, half: str, *, first: bool) -> Times:
-        """Return, by [iteration, worker], when the first op of a pass (`half`) starts, or when its last op ends."""
-        times = [self.compute.op_times(half, k) for k in range(self.iterations)]
-        return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
-
-    @property
-    def aggregation_s(self) -> float:
-        """Return the seconds from the first gradient of any worker until all gradients are aggregated.
-
-        The metric is from the Network Operator Edition, section 8.
-        """
-        return float(self.aggregated_s[-1].max() - self.gradient_s[-1].min())
-
-    @property
     def backward_to_aggregated_s(self) -> float:
         """Return the seconds from the first backward op of any worker until all gradients are aggregated."""
-        return float(self.aggregated_s[-1].max() - self.backward_start_s[-1].min())
-
-    @property
-    def distribution_s(self) -> float:
-        """Return the seconds from the first sum that may be distributed until all workers have received all sums."""
-        if self.servers:
-            start = 0.0 if self.iterations == 1 else float(self.end_s[-2])
-        else:
-            start = float(self.aggregated_s[-1].min())
-        return float(self.received_s[-1].max()) - start
-
-    @property
-    def staggering_s(self) -> float:
-        """Return the staggering: the seconds from the first to the last worker's start of the backward pass."""
-        starts = self.backward_start_s[-1]
-        return float(starts.max() - starts.min())
-
-    @property
-    def straggler_effect(self) -> float:
-        """Return TicTac's straggler effect.
-
-        The effect is the longest time that a worker waits, after its backward pass, for the slowest worker, divided by
-        the iteration time.
-        """
-        ends = self.backward_end_s[-1]
-        return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
-
-    @property
-    def communication_s(self) -> float:
-        """Return N: the seconds in which a message of worker 0 is in flight."""
-        return float(sum(end - start for start, end in self._in_flight()))
+        start_s, _ = self.compute.op_times("backward", self.iterations - 1)
+        return float(self.aggregated_s[-1].max() - start_s[:, 0].min())
 
     def _in_flight(self) -> list[tuple[float, float]]:
         way = self.messages

@@ -41,7 +41,7 @@ from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 from legato.simulator.flow.shared.placement import Placed
 
-__all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes", "simulate_jobs"]
+__all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes"]
 
 #: The default number of iterations of the job with the longest period.
 ITERATIONS = 30
@@ -347,11 +347,6 @@ class SharedNetwork:
     def _run(self, services: Services, unrolled: Sequence[Unrolled], priority: NDArray[np.int64] | None = None) -> None:
         computing = [half for one in unrolled for half in one.computing]
         run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
-
-
-def simulate_jobs(jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:
-    """Simulate jobs that share a network. Arguments and errors are as in `SharedNetwork`."""
-    return SharedNetwork(jobs, network, iterations=iterations).run()
 
 
 def _ends_s(unrolled: Unrolled, records: NDArray[Any]) -> Times:

@@ -26,7 +26,6 @@ from legato.simulator.flow import (
     fabric,
     place,
     simulate_flow,
-    simulate_jobs,
 )
 from legato.simulator.flow.fabrics import fitting
 from legato.simulator.flow.shared.placement import num_hosts
@@ -35,6 +34,10 @@ SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
 QUICK = Network(workers=2, bandwidth_bps=1e9)
 ANY_IN_FLIGHT = fabric("ring", in_flight=None)
 SHARING = ["fifo", "fair"]
+
+
+def simulate_jobs(jobs, net, **options):
+    return SharedNetwork(jobs, net, **options).run()
 
 
 ALONE = {
