@@ -136,7 +136,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     op_order: tuple[Int64, ...] = ()
     node_order: tuple[str, ...] = ()
     workload_id: str = ""
-    cluster_id: str = ""
     shard: Shard = "none"
     carrier: Carrier = "legato"
 

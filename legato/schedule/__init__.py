@@ -6,12 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
-import msgspec
-
 from legato.core.cluster import Cluster
 from legato.core.code import guarded, installed, load_installed
 from legato.core.errors import InputError, PlanError, unknown_name
-from legato.core.files import identity
 from legato.core.placement import Placement
 from legato.core.plan import Plan, Rounding, Shard, check_plan
 from legato.core.text import with_article
@@ -139,8 +136,6 @@ def schedule(
         plans = plan, _planned(function, name, workload, costs.in_wire_format(), **options)
         rounded = [one.in_wire_format(wire) for one in plans]
         plan = min(rounded, key=lambda one: iteration_time(workload, one, cluster))
-    if costs is not cluster or wire != "none":
-        plan = msgspec.structs.replace(plan, cluster_id=identity(cluster))
     return with_node_order(sharded(plan, workload, shard), workload)
 
 

@@ -70,7 +70,6 @@ plans = st.builds(
     forward_overlap=st.booleans(),
     op_order=st.lists(st.integers(0, 2**63 - 1), max_size=5).map(tuple),
     workload_id=names,
-    cluster_id=names,
 )
 spans = st.builds(
     lambda worker, lane, name, start, length, kind, size: Span(worker, lane, name, start, start + length, kind, size),

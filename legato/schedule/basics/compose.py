@@ -200,17 +200,15 @@ def compose(
     scheduler: str,
     messages: Iterable[Message],
     workload: Workload,
-    cluster: Cluster,
     *,
     forward_overlap: bool = False,
     carrier: Carrier = "legato",
 ) -> Plan:
-    """Return a plan with these messages, and record the workload and the cluster in the plan."""
+    """Return a plan with these messages, and record the workload in the plan."""
     return Plan(
         scheduler,
         tuple(messages),
         forward_overlap=forward_overlap,
         workload_id=identity(workload),
-        cluster_id=identity(cluster),
         carrier=carrier,
     )

@@ -31,7 +31,7 @@ def fifo(
     """
     name = resolve_collective(cluster, collective)
     message_limit(max_message_bytes)
-    return compose("fifo", [message_of(workload, [t], name) for t in ready_order(workload)], workload, cluster)
+    return compose("fifo", [message_of(workload, [t], name) for t in ready_order(workload)], workload)
 
 
 def single(
@@ -44,4 +44,4 @@ def single(
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     groups = in_turn(workload, ready_order(workload), most)
-    return compose("single", [message_of(workload, group, name) for group in groups], workload, cluster)
+    return compose("single", [message_of(workload, group, name) for group in groups], workload)

@@ -97,4 +97,4 @@ def bytescheduler(
             window.append((free, stop - start))
         else:
             now = min(ready[arriving[0]] if arriving else math.inf, window[0][0] if window else math.inf)
-    return compose("bytescheduler", messages, workload, cluster, forward_overlap=True)
+    return compose("bytescheduler", messages, workload, forward_overlap=True)

@@ -108,7 +108,7 @@ def caramel(  # noqa: PLR0913
         messages = [msgspec.structs.replace(m, depth=adaptive_depth(m.nbytes, cluster, name, limit)) for m in messages]
     if scheduling:
         messages = _scheduled(messages, groups, workload, cluster, order, ready)
-    plan = compose("caramel", messages, workload, cluster, forward_overlap=scheduling)
+    plan = compose("caramel", messages, workload, forward_overlap=scheduling)
     return msgspec.structs.replace(plan, op_order=order if order != captured else ())
 
 

@@ -66,7 +66,7 @@ def ddp(
     order = ready_order(workload)
     sizes = [workload.tensors[t].nbytes for t in order]
     messages = [message_of(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps, most)]
-    return compose("ddp", messages, workload, cluster, carrier="ddp")
+    return compose("ddp", messages, workload, carrier="ddp")
 
 
 def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tuple[int, int]]:

@@ -67,7 +67,7 @@ def dear(
     reduced = [message_of(workload, group, name) for group in groups]
     messages = [msgspec.structs.replace(reduced[g], kind="reduce_scatter") for g in backward]
     messages += [msgspec.structs.replace(message, kind="all_gather") for message in reduced]
-    return compose("dear", messages, workload, cluster, forward_overlap=True)
+    return compose("dear", messages, workload, forward_overlap=True)
 
 
 def _groups(workload: Workload, most: float) -> list[list[int]]:

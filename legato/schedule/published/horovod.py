@@ -77,4 +77,4 @@ def horovod(
         else:
             groups.append([t])
             tick, held = sees, nbytes
-    return compose("horovod", [message_of(workload, group, name) for group in groups], workload, cluster)
+    return compose("horovod", [message_of(workload, group, name) for group in groups], workload)

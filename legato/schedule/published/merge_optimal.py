@@ -72,7 +72,7 @@ def merge_optimal(
     nbytes = [workload.tensors[t].nbytes for t in order]
     _, groups = merge_neighbours([ready[t] for t in order], nbytes, cluster.cost(name), most)
     messages = [message_of(workload, order[start:stop], name) for start, stop in groups]
-    return compose("merge-optimal", messages, workload, cluster)
+    return compose("merge-optimal", messages, workload)
 
 
 def merge_neighbours(

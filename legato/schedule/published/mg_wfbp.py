@@ -56,4 +56,4 @@ def mg_wfbp(
             free = start + cost.cost(nbytes) if groups else 0.0
             groups.append([t])
             start, nbytes = max(free, ready[t]), workload.tensors[t].nbytes
-    return compose("mg-wfbp", [message_of(workload, group, name) for group in groups], workload, cluster)
+    return compose("mg-wfbp", [message_of(workload, group, name) for group in groups], workload)

@@ -74,4 +74,4 @@ def p3(
             heapq.heappush(queue, (first, t, stop))
         messages.append(Message((Slice(tensors[t].name, start, stop),), collective=name))
         now += cost.cost(stop - start)
-    return compose("p3", messages, workload, cluster, forward_overlap=True)
+    return compose("p3", messages, workload, forward_overlap=True)

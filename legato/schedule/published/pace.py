@@ -115,7 +115,7 @@ def pace(
     groups = [Joined([workload.tensors[t] for t in order[a:b]]) for a, b in pairwise([0, *ends])]
     _, pieces = preemptive(chain.fused(ends), cost)
     messages = [Message(slices, collective=name) for slices in _partition(groups, pieces, cost)]
-    return compose("pace", divided(messages, most), workload, cluster, forward_overlap=True)
+    return compose("pace", divided(messages, most), workload, forward_overlap=True)
 
 
 def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:

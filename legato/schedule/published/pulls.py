@@ -75,7 +75,7 @@ def push_and_pull(
         for t in order
         for start, stop, server in pieces[t]
     ]
-    return compose(scheduler, messages, workload, cluster, forward_overlap=True)
+    return compose(scheduler, messages, workload, forward_overlap=True)
 
 
 def random_pulls(

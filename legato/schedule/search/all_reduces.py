@@ -91,4 +91,4 @@ class AllReduces:
             messages.append(message)
             for t in tensors:
                 arrival_s[t] = now
-        return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
+        return compose("legato", messages, workload, forward_overlap=True), arrival_s

@@ -32,7 +32,7 @@ def contended_plan(problem: Problem, solve: Solve) -> Plan:
         fastest.consider(sharded(plan, workload, problem.shard) for plan in published(case, name))
     for case in (slowed, alone):
         fastest.consider([solve(case)])
-    return msgspec.structs.replace(fastest.plan, workload_id=identity(workload), cluster_id=identity(cluster))
+    return msgspec.structs.replace(fastest.plan, workload_id=identity(workload))
 
 
 def _slowed(problem: Problem) -> Workload:

@@ -44,7 +44,6 @@ from dataclasses import replace
 import msgspec
 
 from legato.core.cluster import Cluster
-from legato.core.files import identity
 from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
@@ -101,7 +100,7 @@ def legato(  # noqa: PLR0913
         costs = in_halves(cluster, collective, f"shard {shard!r}")
     problem = Problem(workload, costs, collective, *within, seed, max_message_bytes, shard)
     plan = _solve(problem) if wire == "none" else plan_in_wire_format(problem, wire, _solve)
-    return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster), carrier="legato")
+    return msgspec.structs.replace(plan, scheduler="legato", carrier="legato")
 
 
 def _solve(problem: Problem) -> Plan:

@@ -54,7 +54,7 @@ def test_what_it_leaves(job):
     cluster = legato.read(folder / "gpt2-small" / "cluster.json", legato.Cluster)
     plan = legato.read(folder / "gpt2-small" / "plan.json", legato.Plan)
     legato.check_plan(plan, workload)
-    assert plan.workload_id == legato.identity(workload) and plan.cluster_id == legato.identity(cluster)
+    assert plan.workload_id == legato.identity(workload)
     assert plan.scheduler == result["scheduler"] and cluster.workers == 2
     page = Path(result["report"]).read_text()
     assert "gpt2-small" in page and "<script" in page

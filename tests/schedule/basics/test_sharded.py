@@ -29,14 +29,14 @@ def whole(*layers):
 
 
 def test_first_scatter_in_the_plans_order_then_gather_in_forward_order():
-    found = sharded(Plan("mine", (whole(2), whole(1, 0)), workload_id="w", cluster_id="c"), LAYERS, "gradients")
+    found = sharded(Plan("mine", (whole(2), whole(1, 0)), workload_id="w"), LAYERS, "gradients")
     assert [(m.kind, m.tensors, m.collective) for m in found.messages] == [
         ("reduce_scatter", ["w2"], "ring"),
         ("reduce_scatter", ["w1", "w0"], "ring"),
         ("all_gather", ["w1", "w0"], "ring"),
         ("all_gather", ["w2"], "ring"),
     ]
-    assert (found.scheduler, found.workload_id, found.cluster_id) == ("mine", "w", "c")
+    assert (found.scheduler, found.workload_id) == ("mine", "w")
     assert found.shard == "gradients" and found.forward_overlap
     # The last layer is updated first, then the others, of which the forward pass reads the first one first.
     assert [LAYERS.ops[i].name for i in found.op_order] == ["b2", "b1", "b0", "u2", "u0", "u1", "f0", "f1", "f2"]

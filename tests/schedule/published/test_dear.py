@@ -66,7 +66,7 @@ def test_a_buffer_holds_less_than_its_size():
 def test_plans_are_valid_and_above_the_bound(workload, cluster, buffer_bytes):
     plan = dear(workload, cluster, buffer_bytes=buffer_bytes)
     check_plan(plan, workload)
-    assert (plan.workload_id, plan.cluster_id) == (identity(workload), identity(cluster))
+    assert plan.workload_id == identity(workload)
     seconds = iteration_time(workload, plan, cluster)
     assert seconds >= lower_bound(workload, cluster).seconds * (1 - 1e-12)
     half = len(plan.messages) // 2

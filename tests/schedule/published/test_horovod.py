@@ -76,7 +76,7 @@ cycle_times = st.sampled_from([0.125, 0.5, 3.0, 1000.0])
 def test_plans_are_those_of_the_cycles_and_above_the_bound(workload, cluster, threshold, cycle_s):
     plan = horovod(workload, cluster, fusion_threshold_bytes=threshold, cycle_time_s=cycle_s)
     check_plan(plan, workload)
-    assert (plan.workload_id, plan.cluster_id) == (identity(workload), identity(cluster))
+    assert plan.workload_id == identity(workload)
     assert groups(plan) == cycles(workload, threshold, cycle_s)
     seconds = iteration_time(workload, plan, cluster)
     assert seconds >= lower_bound(workload, cluster).seconds * (1 - 1e-12)

@@ -227,7 +227,7 @@ def test_plans_are_valid_and_above_the_bound(workload, cluster, compute, fusion)
     plan = pace(workload, cluster, compute=compute, fusion=fusion)
     check_plan(plan, workload)
     assert plan.forward_overlap
-    assert (plan.workload_id, plan.cluster_id) == (identity(workload), identity(cluster))
+    assert plan.workload_id == identity(workload)
     seconds = iteration_time(workload, plan, cluster, compute=compute)
     assert seconds >= lower_bound(workload, cluster, compute=compute).seconds * (1 - 1e-12)
     sizes = {t.name: t.nbytes for t in workload.tensors}

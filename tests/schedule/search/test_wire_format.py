@@ -48,7 +48,6 @@ def test_legato_is_the_fastest_and_above_the_bound(workload, cluster):
     for candidate in found:
         assert candidate.plan.wires == ["bf16"] and candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
         assert not candidate.runnable or own.iteration_s <= candidate.iteration_s
-        assert candidate.plan.cluster_id == own.plan.cluster_id == legato.identity(cluster)
 
 
 def test_exact_and_rounded_plans_have_bounds_of_their_own():

@@ -61,7 +61,7 @@ def plans_in_groups(
             break
     for state in search.improve(_CHANGES * problem.rounds):
         messages = problem.collectives.fit(period.messages(state.groups, state.arranged))
-        plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
+        plan = compose("legato", messages, problem.workload, forward_overlap=True)
         yield msgspec.structs.replace(plan, op_order=state.arranged.op_order)
 
 

@@ -44,4 +44,4 @@ def halves(
         return [msgspec.structs.replace(message, kind=kind) for message in messages]
 
     messages = merged(release_s, "reduce_scatter") + merged(tail_s, "all_gather")[::-1]
-    return compose("legato", messages, workload, cluster, forward_overlap=True)
+    return compose("legato", messages, workload, forward_overlap=True)
