@@ -20,7 +20,10 @@ _CONNECT_S = 10
 
 
 def check_dask(address: str | None) -> None:
-    """Raise `InputError` if a Dask cluster is to be used, but Dask is not installed."""
+    """Raise `InputError` if Dask is not installed, or if its scheduler's address is not HOST:PORT."""
+    host, _, port = (address or "").removeprefix("tcp://").rpartition(":")
+    if address is not None and not (host and "/" not in host and port.isdecimal() and int(port) < 2**16):
+        raise InputError(f"dask: {address!r} (expected the scheduler's HOST:PORT)")
     try:
         if address is not None:
             import distributed  # noqa: F401

@@ -279,6 +279,12 @@ def _machines(row):
     return row.axes["racks"], row.axes["oversubscription"], row.axes["jitter"]
 
 
+@pytest.mark.parametrize("address", ["", "nowhere", "http://127.0.0.1:8786", "127.0.0.1:", "127.0.0.1:65536"])
+def test_what_is_no_address_of_dask(address):
+    with pytest.raises(InputError, match="expected the scheduler's HOST:PORT"):
+        sweep(GRID, dask=address)
+
+
 def test_dask_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(InputError, match="dask: not installed"):
