@@ -173,8 +173,8 @@ def test_what_failed_is_said(capsys, workload):
         (("-o", "/no/such/x.csv"), "no such directory"),
         (("--report", "x.csv"), "expected .html"),
         (("--dask", "127.0.0.1:1"), "dask: no scheduler answers at '127.0.0.1:1'"),
-        (("--dask", "nowhere"), "dask: no scheduler answers at 'nowhere'"),
-        (("--dask", "spark://x"), "dask: no scheduler answers at 'spark://x'"),
+        (("--dask", "nowhere"), "dask: 'nowhere' (expected the scheduler's HOST:PORT)"),
+        (("--dask", "spark://x"), "dask: 'spark://x' (expected the scheduler's HOST:PORT)"),
     ],
 )
 def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, words):
