@@ -323,19 +323,21 @@ def run(seed, names, kind, *options):
     """`programs.run`, where ranks differ."""
     with contextlib.ExitStack() as stack:
         if dist.get_world_size() > 2:
-            stack.enter_context(patch.object(DDP, "__init__", exactly(DDP.__init__)))
+            made = {name: exactly(getattr(DDP, name)) for name in ("__init__", "__setstate__")}
+            stack.enter_context(patch.multiple(DDP, **made))
         if "real" in names:
             in_time = lambda seed: contextlib.nullcontext([])  # noqa: E731
             stack.enter_context(patch.multiple(programs, drawn_decisions=real_decisions, late_messages=in_time))
         return programs.run(seed, names, kind, *options)
 
 
-def exactly(init):
-    """A constructor of DDP whose gradients have averages that are exact, in whichever order they are added."""
+def exactly(method):
+    """A method that makes or copies a DDP, whose gradients then have exact averages in any order of additions."""
 
-    @functools.wraps(init)
-    def exact(ddp, module, *arguments, process_group=None, **options):
-        ranks = dist.get_world_size(process_group)
+    @functools.wraps(method)
+    def exact(ddp, *arguments, **options):
+        method(ddp, *arguments, **options)
+        ranks = ddp.process_group.size()
         unit = ranks * 2.0**-14
 
         @torch.no_grad()
@@ -343,10 +345,9 @@ def exactly(init):
             rounded = (p.grad / unit).round().clamp(-(2**19), 2**19) * unit
             p.grad.copy_(torch.where(p.grad.isfinite(), rounded, p.grad))
 
-        for p in module.parameters():
+        for p in ddp.module.parameters():
             if p.requires_grad and ranks > 2:
                 p.register_post_accumulate_grad_hook(round_off)
-        init(ddp, module, *arguments, process_group=process_group, **options)
 
     return exact
 
