@@ -23,7 +23,8 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.pictures import draw_bars
 from legato.core.plan import Plan
-from legato.core.text import count, html_table, percent, shorten, table
+from legato.core.table import Column, Table
+from legato.core.text import count, percent, shorten
 from legato.core.timeline import Timeline
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Phase, Workload
@@ -34,7 +35,7 @@ from legato.ingest.names import GROUPED, Transfers
 from legato.ingest.network import cluster_of, doubt
 from legato.ingest.source import in_folders
 from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure, Sharded, ShardedGroup
-from legato.reports.model import ModelReport, TextTable
+from legato.reports.model import ModelReport
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp
@@ -554,13 +555,13 @@ def _hidden(ranks: Sequence[RankTimes]) -> list[str]:
     ]
 
 
-def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
+def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[Table | str, ...]:
     """Return the tables and lines of a verdict in reading order, without the code to try.
 
     `changed` has the sentences of `changes` that compare this job with an earlier job.
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
-    found: list[TextTable | str] = [_times_table(advice)]
+    found: list[Table | str] = [_times_table(advice)]
     tables = (kinds, _traffic_table(advice), _groups_table(advice.groups), plans)
     found += [table for table in tables if table is not None]
     if len(advice.ranks) > 1 and (plans is not None or advice.comparison is not None):
@@ -596,7 +597,7 @@ class Verdict:
     advice: tuple[Advice, ...]
     changes: tuple[str, ...]
 
-    def said(self) -> Iterator[tuple[Advice, tuple[TextTable | str, ...]]]:
+    def said(self) -> Iterator[tuple[Advice, tuple[Table | str, ...]]]:
         """Yield the advice on each job, with its tables and lines of text."""
         for advice in self.advice:
             yield advice, told(advice, self.changes if advice is self.advice[-1] else ())
@@ -606,7 +607,7 @@ class Verdict:
         lines: list[str] = []
         for advice, parts in self.said():
             for part in parts:
-                lines += [part] if isinstance(part, str) else [part.title, *table(part.heads, part.rows, right=0)]
+                lines.append(str(part))
             lines += [*to_try(advice), *asides(advice)]
         return "\n".join(lines)
 
@@ -616,11 +617,7 @@ class Verdict:
         for advice, parts in self.said():
             bars = [(f"rank {rank.rank}", rank.parts, str(rank.iteration_s)) for rank in _shown(advice.ranks)]
             shown.append(draw_bars(bars, f"{advice.name}: measured"))
-            for part in parts:
-                if isinstance(part, str):
-                    shown.append(f"<p>{html.escape(part)}</p>")
-                else:
-                    shown.append(f"<p>{html.escape(part.title)}</p>{html_table(part.heads, part.rows, right=0)}")
+            shown += [f"<p>{html.escape(p)}</p>" if isinstance(p, str) else p._repr_html_() for p in parts]
             shown += [f"<pre>{html.escape(line)}</pre>" for line in to_try(advice)]
             shown += [f"<p>{html.escape(line)}</p>" for line in asides(advice)]
         return "".join(shown)
@@ -695,24 +692,27 @@ def asides(advice: Advice) -> tuple[str, ...]:
     )
 
 
-def _times_table(advice: Advice) -> TextTable:
+def _times_table(advice: Advice) -> Table:
     number = len(advice.ranks)
     ranks = count(number, "rank") if advice.workers is None else f"{number} of {count(advice.workers, 'rank')}"
     steps = max(rank.steps for rank in advice.ranks)
     how = "measured" if steps == 1 else "measured: medians ± the median distance from them"
-    return TextTable(
-        f"{'' if number > 1 else f'{advice.name}: '}{ranks}, {count(steps, 'step')}, {how}",
-        ("rank", "iteration", "computing", "communicating", "exposed", "late ranks", "host"),
-        tuple(
-            (
-                str(r.rank),
-                *map(str, (r.iteration_s, r.computation_s, r.communication_s, r.exposed_s)),
-                "?" if r.late_s is None else str(r.late_s),
-                str(r.host_s),
+    columns = [
+        Column("rank", "rank"),
+        *(
+            Column(head, key, str, missing="?")
+            for head, key in (
+                ("iteration", "iteration_s"),
+                ("computing", "computation_s"),
+                ("communicating", "communication_s"),
+                ("exposed", "exposed_s"),
+                ("late ranks", "late_s"),
+                ("host", "host_s"),
             )
-            for r in _shown(advice.ranks)
         ),
-    )
+    ]
+    title = f"{'' if number > 1 else f'{advice.name}: '}{ranks}, {count(steps, 'step')}, {how}"
+    return Table(title, _shown(advice.ranks), columns)
 
 
 def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
@@ -734,7 +734,7 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
     return dict(sorted(means.items(), key=lambda item: (-item[1][1], -item[1][0], item[0])))
 
 
-def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
+def _kinds_table(ranks: Sequence[RankTimes]) -> Table | None:
     """Return a table of communication by kind of collective; its times are means over the ranks."""
     found = _kinds_over_ranks(ranks)
     if not found:
@@ -742,39 +742,36 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
     alone = {_named_kind(times): times for times in ranks[0].kinds} if len(ranks) == 1 else {}
     known = all(rank.late_s is not None for rank in ranks)
     waits = "without waiting for late ranks" if known else "which may wait for late ranks"
-    return TextTable(
-        f"Collectives of an iteration{'' if alone else ', means over the ranks'}, {waits}",
-        ("kind", "communicating", "exposed"),
-        tuple(
-            (
-                kind,
-                str(alone[kind].communication_s) if alone else format_seconds(n),
-                str(alone[kind].exposed_s) if alone else format_seconds(exposed),
-            )
-            for kind, (n, exposed) in found.items()
-        ),
+    rows = (
+        (kind, alone[kind].communication_s, alone[kind].exposed_s) if alone else (kind, *seconds)
+        for kind, seconds in found.items()
     )
+    write = dict.fromkeys(("communicating", "exposed"), str if alone else format_seconds)
+    title = f"Collectives of an iteration{'' if alone else ', means over the ranks'}, {waits}"
+    return Table.of(title, {"kind": None, **write}, rows)
 
 
-def _traffic_table(advice: Advice) -> TextTable | None:
+def _traffic_table(advice: Advice) -> Table | None:
     """Return a table of the kinds of traffic, with the gain from twice the bandwidth."""
-    if not advice.traffic or not advice.step_s or advice.replayed_s is None:
+    step_s = advice.step_s
+    if not advice.traffic or not step_s or advice.replayed_s is None:
         return None
-    off = percent(advice.replayed_s / advice.step_s - 1, signed=True)
-    return TextTable(
-        f"Traffic of the step of all ranks, {format_seconds(advice.step_s)} as traced (replayed: {off}), means over "
-        "the ranks",
-        ("traffic", "transferring", "ranks wait", "share", "twice the bandwidth saves"),
-        tuple(
-            (
-                row.kind,
-                *map(format_seconds, (row.seconds, row.exposed_s)),
-                percent(row.exposed_s / advice.step_s),
-                f"{'at most ' if row.at_most and row.win > 0 else ''}{percent(row.win)}",
-            )
-            for row in advice.traffic
-        ),
+    off = percent(advice.replayed_s / step_s - 1, signed=True)
+    columns = [
+        Column("traffic", "kind"),
+        Column("transferring", "seconds", format_seconds),
+        Column("ranks wait", "exposed_s"),
+        Column("share", lambda row: row.exposed_s / step_s, percent),
+        Column("twice the bandwidth saves", lambda row: (row.win, row.at_most and row.win > 0), _saved),
+    ]
+    title = (
+        f"Traffic of the step of all ranks, {format_seconds(step_s)} as traced (replayed: {off}), means over the ranks"
     )
+    return Table(title, advice.traffic, columns)
+
+
+def _saved(win: tuple[float, bool]) -> str:
+    return f"{'at most ' if win[1] else ''}{percent(win[0])}"
 
 
 def _named_kind(times: KindSeconds) -> str:
@@ -782,21 +779,17 @@ def _named_kind(times: KindSeconds) -> str:
     return kind if times.phase is None else f"{kind} ({times.phase})"
 
 
-def _plans_table(advice: Advice) -> TextTable | None:
+def _plans_table(advice: Advice) -> Table | None:
     if not advice.predictions or advice.cluster is None or advice.lower_bound_s is None:
         return None
-    rows = [
-        (p.plan, format_seconds(p.iteration_s), percent(p.win) if abs(p.win) >= 5e-4 else "")
-        for p in advice.predictions
-    ]
-    rows.append(("lower bound of any plan", format_seconds(advice.lower_bound_s), ""))
+    rows = [(p.plan, p.iteration_s, p.win if abs(p.win) >= 5e-4 else None) for p in advice.predictions]
+    rows.append(("lower bound of any plan", advice.lower_bound_s, None))
     several = ", medians over its traced steps" if advice.predictions[0].wins else ""
-    return TextTable(
+    title = (
         f"Plans for {count(advice.cluster.workers, 'worker')}, from rank {advice.rank}{several}; an all-reduce takes "
-        f"{advice.cluster.cost()}",
-        ("plan", "predicted", "gain"),
-        tuple(rows),
+        f"{advice.cluster.cost()}"
     )
+    return Table.of(title, {"plan": None, "predicted": format_seconds, "gain": percent}, rows)
 
 
 def _longest(advice: Advice) -> str:
@@ -809,7 +802,7 @@ def _longest(advice: Advice) -> str:
     return f"Plans are for rank {mine}, {whose}: {', '.join(said)} a step{known}."
 
 
-def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
+def _groups_table(groups: Sequence[ShardedGroup]) -> Table | None:
     """Return a table of FSDP2's groups in forward order; neighbours of the same size and settings share a row."""
 
     def alike(group: ShardedGroup) -> tuple[object, ...]:
@@ -826,14 +819,22 @@ def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
         rows.append(
             (
                 first if len(run) == 1 else f"{first} to {last} ({len(run)} groups)",
-                *(format_bytes(nbytes) if nbytes else "" for nbytes in (group.gathered, group.scattered)),
+                *(nbytes or None for nbytes in (group.gathered, group.scattered)),
                 kept,
                 "{}, {}".format(*group.ahead),
-                *(format_seconds(seconds) if group.modules else "" for seconds in means),
+                *(seconds if group.modules else None for seconds in means),
             )
         )
-    heads = ("group", "gathered", "reduced", "after forward", "ahead: forward, backward", "forward", "backward")
-    return TextTable("Groups of FSDP2, as traced", heads, tuple(rows)) if rows else None
+    write = {
+        "group": None,
+        "gathered": format_bytes,
+        "reduced": format_bytes,
+        "after forward": None,
+        "ahead: forward, backward": None,
+        "forward": format_seconds,
+        "backward": format_seconds,
+    }
+    return Table.of("Groups of FSDP2, as traced", write, rows) if rows else None
 
 
 def changes(before: Advice, after: Advice) -> list[str]:

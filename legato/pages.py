@@ -9,37 +9,25 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from legato.core.axes import NETWORK
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
 from legato.core.results import Results
+from legato.core.table import Column, Table
 from legato.core.text import count, percent, shorten
 from legato.core.timeline import Timeline
-from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.reports.html import write_report
-from legato.reports.model import (
-    BreakdownChart,
-    ModelReport,
-    Report,
-    SchedulerRow,
-    SweepRow,
-    TextTable,
-    are_jobs,
-)
+from legato.reports.model import ModelReport, Report, SchedulerRow, SweepRow, are_jobs
 from legato.schedule.compare import SAME, Candidate, best, better_buckets, compare, stock_buckets
-from legato.sweeps.jobs import JobRow
 from legato.whole_jobs.layouts import Layouts
 from legato.whole_jobs.step import Step
-from legato.whole_jobs.told import DRAWN, breakdown, faster, report_of
+from legato.whole_jobs.told import faster, report_of
 
 __all__ = ["Given", "paired", "report", "report_of_nouns"]
 
 Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan, Measurement)
-#: The axes of networks, by field.
-_AXES = {axis.field: axis for axis in NETWORK}
 _NOUNS = (Workload, Cluster, Timeline, Plan, Measurement)
 
 
@@ -74,26 +62,11 @@ def _sections(value: Any) -> Sequence[ModelReport]:
                 plans=tuple(one.plan for one in value),
             )
         ]
-    if isinstance(value, Results) and value:
-        names = list(dict.fromkeys(one.job for one in value))
-        return [_of_job(name, [one for one in value if one.job == name]) for name in names]
     if callable(made := getattr(value, "sections", None)):
         return made()
     raise InputError(
         f"{type(value).__name__}: nothing to draw (expected a timeline, a workload, or what legato returns)"
     )
-
-
-def _of_job(name: str, rows: Sequence[JobRow]) -> ModelReport:
-    """Return the section of a whole job: a chart of the parts of its step on each network."""
-    bars = [
-        breakdown(", ".join(_AXES[field].write(value) for field, value in row.axes.items()) or name, row.parts)
-        for row in rows
-        if row.step_s is not None
-    ]
-    failed = tuple(dict.fromkeys(f"failed: {row.error}" for row in rows if row.error is not None))
-    charts = (BreakdownChart("The step on each network", DRAWN, tuple(bars)),) if bars else ()
-    return ModelReport(name, told=failed or (f"{count(len(bars), 'network')}: predicted",), breakdowns=charts)
 
 
 def report_of_nouns(found: Given, say: Callable[[str], object] = lambda _: None) -> ModelReport:
@@ -160,19 +133,18 @@ def _renamed(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, name=name, job=name if timeline.job == timeline.name else timeline.job)
 
 
-def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
+def _jobs(timelines: Sequence[Timeline]) -> tuple[Table, ...]:
     """Return a table of jobs on one network, or of the GPUs of one job; no table for timelines of plans."""
-    rows = [
-        (
-            shorten(t.name, 60),
-            *map(format_seconds, (t.iteration_s, t.computation_s, t.communication_s, t.exposed_comm_s)),
-        )
-        for t in timelines
-    ]
     whole = any(t.whole for t in timelines)
-    title = f"{count(len(rows), 'GPU')} of one job" if whole else f"{count(len(rows), 'job')} on one network"
-    heads = ("GPU" if whole else "job", "iteration", "computing", "communicating", "exposed")
-    return (TextTable(f"{title}, predicted", heads, tuple(rows)),) if are_jobs(timelines) else ()
+    columns = [
+        Column("GPU" if whole else "job", lambda t: shorten(t.name, 60)),
+        Column("iteration", "iteration_s"),
+        Column("computing", "computation_s"),
+        Column("communicating", "communication_s"),
+        Column("exposed", "exposed_comm_s"),
+    ]
+    title = f"{count(len(timelines), 'GPU')} of one job" if whole else f"{count(len(timelines), 'job')} on one network"
+    return (Table(f"{title}, predicted", timelines, columns),) if are_jobs(timelines) else ()
 
 
 def paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:

@@ -72,7 +72,7 @@ def test_one_odd_step_of_many_changes_no_word():
         rank = RankTimes(0, 30, iteration, Seconds.of([0.08]), none, none, step(odd_s), step(odd_s))
         return told(Advice("job", (rank,), 2, tuple(_bottleneck([rank]))))
 
-    assert told_of(0.02) == told_of(5.0)
+    assert [*map(str, told_of(0.02))] == [*map(str, told_of(5.0))]
     assert "the device waits for it 20% of the time" in told_of(5.0)[1]
 
 
@@ -484,11 +484,11 @@ def test_groups_of_fsdp_as_traced_and_what_others_win(tmp_path, capsys):
     assert found.code.splitlines()[-1] == "fully_shard(model, **options)"
     status, out, _ = run(capsys, "advise", path)
     assert status == 0 and "No plan" not in out
-    assert re.search(r"embed +│ +64 MiB │ +128 MiB │ +resharded │ +0, 1 │ +10 us │ +20 us", out)
+    assert re.search(r"embed +│ +64 MiB │ +128 MiB │ +resharded +│ +0, 1 +│ +10 us │ +20 us", out)
     assert re.search(
-        r"layers.0 to layers.11 \(12 groups\) +│ +24 MiB │ +48 MiB │ +resharded │ +0, 1 │ +1.5 ms │ +3 ms", out
+        r"layers.0 to layers.11 \(12 groups\) +│ +24 MiB │ +48 MiB │ +resharded +│ +0, 1 +│ +1.5 ms │ +3 ms", out
     )
-    assert re.search(r"head +│ +64 MiB │ +128 MiB │ +kept │ +0, 0 │ +2 ms │ +4 ms", out)
+    assert re.search(r"head +│ +64 MiB │ +128 MiB │ +kept +│ +0, 0 +│ +2 ms │ +4 ms", out)
     assert "A traced all-gather takes 300 us + 62.9 us per MiB (fitted to 2 sizes, off by at most 0.0%)" in out
     assert re.search("Predicted to save [0-9.]+% of an iteration in no more memory: planned", out)
     assert re.search("save [0-9.]+% of an iteration with 544 MiB instead of 280 MiB of buffers: planned", out)

@@ -60,8 +60,7 @@ def advise(
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
     from legato.advice import of_traces
-    from legato.reports.html import write_report
-    from legato.reports.model import Report
+    from legato.pages import report
 
     check_file("output", output, ".html")
     with progress("reading") as advance:
@@ -76,7 +75,7 @@ def advise(
             progress=advance,
         )
     if output is not None:
-        write_report(output, Report(verdict.sections()))
+        report(verdict, path=output)
     if json:
         print_json(as_json(verdict))
         return

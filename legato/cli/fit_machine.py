@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from legato.cli.options import Json, keep_apart
 from legato.cli.output import note, print_json, print_table
@@ -14,6 +14,7 @@ from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.quantities import parse_seconds
+from legato.core.table import Table
 from legato.core.text import percent
 from legato.core.units import format_seconds
 
@@ -62,23 +63,22 @@ def fit_machine(
         return
     usual = sorted(one.efficiency for one in MACHINES.values())
     title = f"{machine.name}: efficiency {machine.efficiency:.4f} (published steps: {usual[0]:.2f} to {usual[-1]:.2f})"
-    table = Table("job", title=title, header_style="dim")
-    heads = ("measured", "efficiency alone", "predicted", "error", *(["error if left out"] if len(found) > 1 else []))
-    for head in heads:
-        table.add_column(head, justify="right")
-    for path, one in zip(paths, found, strict=True):
-        table.add_row(
-            str(path),
-            format_seconds(one.measured_s),
-            f"{one.efficiency:.4f}",
-            format_seconds(one.predicted_s),
-            *(
-                percent(seconds / one.measured_s - 1, signed=True)
-                for seconds in (one.predicted_s, one.left_out_s)
-                if seconds is not None
-            ),
+    write = {
+        "job": None,
+        "measured": format_seconds,
+        "efficiency alone": "{:.4f}".format,
+        "predicted": format_seconds,
+        "error": partial(percent, signed=True),
+        "error if left out": partial(percent, signed=True),
+    }
+    rows = (
+        (
+            *(str(path), one.measured_s, one.efficiency, one.predicted_s),
+            *(None if s is None else s / one.measured_s - 1 for s in (one.predicted_s, one.left_out_s)),
         )
-    print_table(table)
+        for path, one in zip(paths, found, strict=True)
+    )
+    print_table(Table.of(title, write, rows).shown())
     if len(fitted.numbers) > 1:
         note(
             f"fitted: {' and '.join(fitted.numbers)}; attention {machine.attention_efficiency:.3f}, host "

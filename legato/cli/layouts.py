@@ -11,7 +11,7 @@ import typer
 from legato.cli.axes import Given, axes
 from legato.cli.nouns.model import LLM, shape_of
 from legato.cli.options import Json, Options, check_file, keep_apart, quantity, setting, taken_by
-from legato.cli.output import note, print_json, print_text
+from legato.cli.output import note, print_json, print_table
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -20,9 +20,6 @@ from legato.core.quantities import parse_bytes
 if TYPE_CHECKING:
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
-
-#: Heads of the table columns that hold text.
-_NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
 @dataclass(frozen=True)
@@ -120,14 +117,12 @@ def layouts(
 
 
 def _show(best: Step, found: Layouts | None, how: Shown) -> None:
-    from legato.whole_jobs.told import caveats, faster, machines_table, report_of
+    from legato import pages
+    from legato.whole_jobs.told import caveats, faster, machines_table
 
     better, report = faster(best), how.report
     if report is not None:
-        from legato.reports.html import write_report
-        from legato.reports.model import Report
-
-        write_report(report, Report((report_of(best, found, better),)))
+        pages.report(best if found is None else found, path=report)
     if how.json:
         print_json(
             {
@@ -139,10 +134,10 @@ def _show(best: Step, found: Layouts | None, how: Shown) -> None:
         )
         return
     if found is not None:
-        print_text(found.table(), *_NAMES)
+        print_table(found.table())
         for line in found.verdict:
             note(line)
-    print_text(machines_table(best, better), *_NAMES)
+    print_table(machines_table(best, better))
     for caveat in caveats(best):
         note(caveat)
     if report is not None:

@@ -9,23 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import rich.table
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 from rich.text import Text
 
 from legato.core.errors import InputError
+from legato.core.table import Column, Table
 from legato.core.text import count, one_line, percent
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.reports.model import TextTable
     from legato.simulator.flow import Disturbance
 
 __all__ = [
@@ -37,38 +36,38 @@ __all__ = [
     "print_parts",
     "print_rows",
     "print_table",
-    "print_text",
     "progress",
     "say",
     "stages",
 ]
 
 
-_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "scheduler": ("scheduler", str),
-    "fabric": ("fabric", str),
-    "iteration_s": ("predicted", format_seconds),
-    "undisturbed_s": ("undisturbed", format_seconds),
-    "longest_s": ("longest", format_seconds),
-    "measured_s": ("measured", format_seconds),
-    "quartiles_s": ("quartiles", lambda v: " to ".join(map(format_seconds, v))),
-    "predicted_s": ("predicted", format_seconds),
-    "error": ("prediction\nerror", partial(percent, signed=True)),
-    "speedup_over_ddp": ("measured\nover ddp", lambda v: f"{v:.2f}x"),
-    "predicted_over_ddp": ("predicted\nover ddp", lambda v: f"{v:.2f}x"),
-    "speedup_over_random": ("measured\nover random", lambda v: f"{v:.2f}x"),
-    "iterations_per_s": ("measured\nper second", lambda v: f"{v:.2f}"),
-    "gap": ("above bound", partial(percent, signed=True)),
-    "overlap": ("overlap", lambda v: f"{v:.2f}"),
-    "utilization": ("utilization", percent),
-    "straggler": ("straggler", percent),
-    "variation": ("variation", percent),
-    "out_of_order": ("out of order", lambda v: percent(v, 2)),
-    "agent_s": ("agent's pass", format_seconds),
-    "num_messages": ("messages", str),
-    "plan_s": ("planned in", format_seconds),
-    "speedup": ("speedup over 1 server", lambda v: f"{v:.2f}x"),
-    "simulate_s": ("simulated in", format_seconds),
+#: The heads of columns of schedulers and fabrics, by the keys of their rows.
+_HEADS = {
+    "scheduler": "scheduler",
+    "fabric": "fabric",
+    "iteration_s": "predicted",
+    "undisturbed_s": "undisturbed",
+    "longest_s": "longest",
+    "measured_s": "measured",
+    "quartiles_s": "quartiles",
+    "predicted_s": "predicted",
+    "error": "prediction\nerror",
+    "speedup_over_ddp": "measured\nover ddp",
+    "predicted_over_ddp": "predicted\nover ddp",
+    "speedup_over_random": "measured\nover random",
+    "iterations_per_s": "measured\nper second",
+    "gap": "above bound",
+    "overlap": "overlap",
+    "utilization": "utilization",
+    "straggler": "straggler",
+    "variation": "variation",
+    "out_of_order": "out of order",
+    "agent_s": "agent's pass",
+    "num_messages": "messages",
+    "plan_s": "planned in",
+    "speedup": "speedup over 1 server",
+    "simulate_s": "simulated in",
 }
 #: Columns that are computed from an iteration time: the predicted `iteration_s` if rows have it, else a measured one.
 _OF_ITERATION = ("gap", "overlap", "utilization")
@@ -90,19 +89,14 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
     The row of the scheduler `best` is marked, by default the fastest row. If any row has measurements, the column heads
     say which columns are predicted and which are measured.
     """
-    table = Table(title=title, header_style="dim")
-    shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
-    basis = "predicted" if "iteration_s" in shown else "measured"
-    for key in shown:
-        name = _COLUMNS[key][0]
-        head = f"{basis}\n{name}" if key in _OF_ITERATION and "measured_s" in shown else name
-        table.add_column(head, justify="left" if key in ("scheduler", "fabric") else "right")
-    fastest = min((row[by] for row in rows), default=None)
-    for row in sorted(rows, key=lambda r: r[by]):
-        cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
-        marked = row[by] == fastest if best is None else row["scheduler"] == best
-        table.add_row(*cells, style="bold green" if marked else None)
-    print_table(table)
+    rows = sorted(rows, key=lambda row: row[by])
+    measured = any(row.get("measured_s") is not None for row in rows)
+    basis = "predicted" if any(row.get("iteration_s") is not None for row in rows) else "measured"
+    columns = [
+        Column(f"{basis}\n{head}" if measured and key in _OF_ITERATION else head, key) for key, head in _HEADS.items()
+    ]
+    marked = [k for k, row in enumerate(rows) if (row[by] == rows[0][by] if best is None else row["scheduler"] == best)]
+    print_table(Table(title, rows, columns, best=marked).shown())
 
 
 def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mapping[str, float]] | None) -> None:
@@ -111,69 +105,58 @@ def print_parts(title: str, parts: Mapping[str, float], beside: tuple[str, Mappi
     `beside` has the column head and the parts of another step, which is printed next to it. Parts that take no time in
     either step are left out.
     """
-    table = Table("of the step", title=title, header_style="dim")
-    steps = [parts] if beside is None else [beside[1], parts]
-    for head in [*([] if beside is None else [beside[0]]), "predicted", "share"]:
-        table.add_column(head, justify="right")
-    seconds = math.fsum(parts.values())
-    for part in parts:
-        if any(step[part] for step in steps):
-            share = percent(parts[part] / seconds if seconds else 0)
-            table.add_row(part, *(format_seconds(step[part]) for step in steps), share)
-    every = (format_seconds(math.fsum(step.values())) for step in steps)
-    table.add_row("step", *every, percent(1.0), style="bold green")
-    print_table(table)
+    steps = {"predicted": parts} if beside is None else {beside[0]: beside[1], "predicted": parts}
+    shown = [part for part in parts if any(step[part] for step in steps.values())]
+    seconds = {part: [step[part] for step in steps.values()] for part in shown}
+    seconds["step"] = [math.fsum(step.values()) for step in steps.values()]
+    whole = seconds["step"][-1] or 1.0
+    write = {"of the step": None, **dict.fromkeys(steps, format_seconds), "share": percent}
+    rows = ((part, *each, each[-1] / whole) for part, each in seconds.items())
+    print_table(Table.of(title, write, rows, sums=[len(shown)]))
 
 
-def print_table(table: Table, keys: int = 1) -> None:
+def print_table(table: Table) -> None:
     """Print a table on standard output, with its title in a line above it.
 
     A table that is wider than the terminal loses its frame. If it is still too wide, it is split into several tables,
-    each with the first `keys` columns, which name the rows. No name or number is truncated or wrapped.
+    each with the columns that name the rows. No name or number is truncated or wrapped.
     """
     console = _console(stderr=False)
-    if table.title is not None:
-        console.print(table.title, style="bold", soft_wrap=True)
-        table.title = None
-    if _width(console, table) > console.width:
-        table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 0), False
-    for part in _parts(console, table, keys):
+    console.print(table.title, style="bold", soft_wrap=True)
+    shown = rich.table.Table(header_style="dim")
+    for head, number in zip(table.heads, table.numeric, strict=True):
+        shown.add_column(head, justify="right" if number else "left")
+    for k, texts in enumerate(table.texts):
+        style = "bold" if k in table.sums else "bold green" if k in table.best else None
+        shown.add_row(*texts, style=style, end_section=k in table.sums)
+    if _width(console, shown) > console.width:
+        shown.box, shown.padding, shown.pad_edge = box.SIMPLE_HEAD, (0, 0), False
+    for part in _parts(console, shown, table.keys):
         width = console.width
         console.width = max(width, _width(console, part))
         console.print(part)
         console.width = width
 
 
-def print_text(shown: TextTable, *names: str) -> None:
-    """Print a table; columns with a head in `names` are aligned as text, all others as numbers."""
-    table = Table(title=shown.title, header_style="dim")
-    for head in shown.heads:
-        table.add_column(head, justify="left" if head in names else "right")
-    for row in shown.rows:
-        table.add_row(*row)
-    print_table(table)
-
-
-def _parts(console: Console, table: Table, keys: int) -> list[Table]:
+def _parts(console: Console, table: rich.table.Table, keys: int) -> list[rich.table.Table]:
     """Split the table into parts that fit the terminal; each has the first `keys` columns and at least one more."""
     names, rest = table.columns[:keys], table.columns[keys:]
-    parts = [_part(table, [*names, *rest[:1]])]
+    parts = [[*names, *rest[:1]]]
     for column in rest[1:]:
-        wider = _part(table, [*parts[-1].columns, column])
-        if _width(console, wider) <= console.width:
-            parts[-1] = wider
+        if _width(console, _part(table, [*parts[-1], column])) <= console.width:
+            parts[-1].append(column)
         else:
-            parts.append(_part(table, [*names, column]))
-    return parts
+            parts.append([*names, column])
+    return [_part(table, columns) for columns in parts]
 
 
-def _part(table: Table, columns: list[Column]) -> Table:
+def _part(table: rich.table.Table, columns: list[rich.table.Column]) -> rich.table.Table:
     part = copy.copy(table)
     part.columns = columns
     return part
 
 
-def _width(console: Console, table: Table) -> int:
+def _width(console: Console, table: rich.table.Table) -> int:
     """Return the width that the table needs."""
     return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from legato.cli.output import note, print_text, say
+from legato.cli.output import note, print_table, say
 
 if TYPE_CHECKING:
     from legato.advice import Advice, Verdict
@@ -23,7 +23,7 @@ def print_verdict(verdict: Verdict) -> None:
 
     for advice, parts in verdict.said():
         for part in parts:
-            say(part) if isinstance(part, str) else print_text(part, part.heads[0])
+            say(part) if isinstance(part, str) else print_table(part)
         for line in to_try(advice):
             say(line)
         for line in asides(advice):

@@ -81,8 +81,7 @@ def _end_with_script() -> None:
 
 def _judge(folder: Path, before: bytes, document: Path, page: str) -> None:
     from legato.advice import Advice, changes, of_traces
-    from legato.reports.html import write_report
-    from legato.reports.model import Report
+    from legato.pages import report
 
     verdict = of_traces(folder, say=note)
     if before:
@@ -90,5 +89,5 @@ def _judge(folder: Path, before: bytes, document: Path, page: str) -> None:
         verdict = replace(verdict, changes=tuple(changes(last, verdict.advice[0])))
     document.write_bytes(msgspec.json.encode(as_json(verdict)))
     if page:
-        write_report(Path(page), Report(verdict.sections()))
+        report(verdict, path=page)
     print_verdict(verdict)

@@ -13,7 +13,8 @@ import msgspec
 
 from legato.collectives import COLLECTIVES, DIVIDED
 from legato.core.errors import InputError, unknown_name
-from legato.core.text import count, shorten, table
+from legato.core.table import Table
+from legato.core.text import count, shorten
 from legato.core.units import Int64, format_bandwidth, format_bytes, format_seconds
 
 __all__ = [
@@ -400,15 +401,15 @@ class Cluster(
         speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
         latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
         latency += f", {format_seconds(self.send_s)} a send" if self.send_s else ""
-        rows = [[f"  {shorten(name)}", str(cost)] for name, cost in self.collectives.items()]
+        rows = [(f"  {shorten(name)}", str(cost)) for name, cost in self.collectives.items()]
         rows += [
-            [f"  {shorten(name)}, depth {depth}", str(cost)]
+            (f"  {shorten(name)}, depth {depth}", str(cost))
             for name, measured in self.depths.items()
             for depth, cost in measured.items()
         ]
         heading = f"{count(self.workers, 'worker')}{servers}{speed}{latency}"
         beside = [] if self.contention is None else [f"  {self.contention}"]
-        return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
+        return "\n".join([heading, str(Table.of("", {"  collective": None, "cost of a message": None}, rows)), *beside])
 
     def _repr_html_(self) -> str:
         """Return the cluster's text as HTML for notebooks."""

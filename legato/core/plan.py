@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from legato.core.errors import InputError, PlanError, TooLargeError, unknown_name
-from legato.core.text import count, html_table, shorten, table
+from legato.core.table import Table
+from legato.core.text import count, shorten
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
@@ -50,6 +50,7 @@ MOST_CHUNKS = 1_000_000
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
 #: Kinds that only aggregate, each with the kind that distributes the result.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
+_HEADS = {"#": str, "size": format_bytes, "kind": None, "tensors": None}
 _MOST_ROWS = 30  # in a notebook
 _SHARDED: dict[Shard, str] = {
     "optimizer": "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
@@ -192,15 +193,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
 
     def __str__(self) -> str:
         """Return the schedule, one line per message."""
-        return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])
+        return str(Table.of(self._title(), _HEADS, self._rows()))
 
     def _repr_html_(self) -> str:
         """Return the schedule as a table for notebooks, with only the first messages if there are many."""
-        rows = self._rows()[:_MOST_ROWS]
-        rest = len(self.messages) - len(rows)
-        more = f"<p>and {count(rest, 'more message')}; print() shows all of them</p>" if rest else ""
-        heading = html.escape(self._title())
-        return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
+        rows = self._rows()
+        rest = len(rows) - _MOST_ROWS
+        more = f"<p>and {count(rest, 'more message')}; print() shows all of them</p>" if rest > 0 else ""
+        return f"{Table.of(self._title(), _HEADS, rows[:_MOST_ROWS])._repr_html_()}{more}"
 
     def describe(self, workload: Workload) -> str:
         """Return the schedule; each message's line names the op before the message and the first op that waits for it.
@@ -227,8 +227,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
             after = workload.ops[max(before, key=at)].name if before else f"message {max(others)}"
             needed = workload.ops[min(later, key=at)].name if later else f"message {min(others)}" if others else ""
             rows.append([*row, shorten(after), shorten(needed)])
-        headings = ["#", "size", "kind", "tensors", "sent after", "needed by"]
-        return "\n".join([self._title(), *table(headings, rows, right=2)])
+        return str(Table.of(self._title(), {**_HEADS, "sent after": None, "needed by": None}, rows))
 
     def _carriers(self) -> dict[tuple[str | None, str], list[int]]:
         """Return, for each kind and tensor, the indices of the messages that carry its bytes."""
@@ -246,15 +245,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
         title = f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"
 
-    def _rows(self) -> list[list[str]]:
+    def _rows(self) -> list[list[Any]]:
         """Return index, size, kind and tensors of each message. A tensor's size is computed from its slices."""
         sizes: dict[str, int] = {}
         for message in self.messages:
             for piece in message.slices:
                 sizes[piece.tensor] = max(sizes.get(piece.tensor, 0), piece.stop)
         return [
-            [str(i), format_bytes(message.nbytes), _kind(message), _contents(message, sizes)]
-            for i, message in enumerate(self.messages)
+            [i, message.nbytes, _kind(message), _contents(message, sizes)] for i, message in enumerate(self.messages)
         ]
 
 

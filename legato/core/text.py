@@ -1,12 +1,10 @@
-"""Names, numbers and tables as text. Names from files and models can be long and contain any character."""
+"""Names and numbers as text. Names from files and models can be long and contain any character."""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Sequence
 
-__all__ = ["count", "html_table", "one_line", "percent", "shorten", "table", "with_article"]
+__all__ = ["count", "one_line", "percent", "shorten", "with_article"]
 
 
 def one_line(text: str) -> str:
@@ -40,28 +38,3 @@ def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
         text = f"{abs(share):,.0%}"
     zero = not text.strip("0.%")
     return ("" if zero else "-" if share < 0 else "+" if signed else "") + text
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[str]:
-    """Return the lines of a table. Columns fit their widest cell, and the first `right` columns are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if k < right else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (headings, *rows)
-    ]
-
-
-def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    """Return a table as an HTML element for notebooks. The table has no colours of its own, but the notebook's."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        style = [f"padding: 2px 8px; text-align: {'right' if k < right else 'left'}" for k in range(len(cells))]
-        inside = (f'<{tag} style="{s}">{html.escape(one_line(c))}</{tag}>' for s, c in zip(style, cells, strict=True))
-        return f"<tr>{''.join(inside)}</tr>"
-
-    return (
-        f"<table><thead>{line(headings, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
-    )

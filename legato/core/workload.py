@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -11,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core.errors import InputError
-from legato.core.text import count, html_table, percent, shorten
+from legato.core.table import Table
+from legato.core.text import count, percent, shorten
 from legato.core.timeline import Span, Timeline, draw
 from legato.core.units import Int64, format_bytes, format_seconds
 
@@ -216,8 +216,8 @@ class Workload(
         forward = len(self.phase_ops("forward"))
         rows = [
             [
-                format_bytes(tensor.nbytes),
-                percent(tensor.nbytes / self.nbytes),
+                tensor.nbytes,
+                tensor.nbytes / self.nbytes,
                 shorten(tensor.name),
                 shorten(self.ops[tensor.ready_after].name),
                 shorten(self.ops[first].name) if (first := min(tensor.readers, default=forward)) < forward else "",
@@ -225,9 +225,9 @@ class Workload(
             for tensor in largest
         ]
         shown = f"the {len(rows)} largest of " if len(rows) < len(self.tensors) else ""
-        heads = ["size", "share", "tensor", "gradient from", "read by"]
-        summary = f"<p>{html.escape(str(self))}; {shown}{count(len(self.tensors), 'tensor')}:</p>"
-        return f"{lane}{summary}{html_table(heads, rows, right=2)}"
+        write = {"size": format_bytes, "share": percent, "tensor": None, "gradient from": None, "read by": None}
+        summary = f"{self}; {shown}{count(len(self.tensors), 'tensor')}:"
+        return f"{lane}{Table.of(summary, write, rows)._repr_html_()}"
 
     @property
     def compute_s(self) -> float:

@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError
-from legato.core.text import count, html_table, shorten
+from legato.core.table import Table
+from legato.core.text import count, shorten
 from legato.core.units import Int64
 
 __all__ = ["Group", "Sync", "Wrapping"]
@@ -106,12 +107,13 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     def _repr_html_(self) -> str:
         """Return a table of the groups (only the first groups if there are many), and PyTorch code, for notebooks."""
         rows = [
-            [str(k), str(len(group.modules)), str(reshard), shorten(", ".join(group.modules), 90)]
+            (k, len(group.modules), str(reshard), shorten(", ".join(group.modules), 90))
             for k, (group, reshard) in enumerate(zip(self.groups, self.reshards(), strict=True))
         ]
-        shown = html_table(["#", "modules", "reshard_after_forward", "paths"], rows[:_MOST_ROWS], right=2)
+        write = {"#": str, "modules": str, "reshard_after_forward": None, "paths": None}
+        shown = Table.of(str(self), write, rows[:_MOST_ROWS])._repr_html_()
         more = f"<p>and {len(rows) - _MOST_ROWS:,} more groups</p>" if len(rows) > _MOST_ROWS else ""
-        return f"<p>{html.escape(str(self))}</p>{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
+        return f"{shown}{more}<pre>{html.escape(self.as_code())}</pre>"
 
     def reshards(self) -> list[bool | int]:
         """Return each group's `reshard_after_forward`: always False if parameters are gathered only once a step."""

@@ -14,6 +14,7 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.files import identity
 from legato.core.job import Machine
 from legato.core.program import Program
+from legato.core.table import Column, Table
 from legato.core.text import percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bytes, format_seconds
@@ -25,7 +26,7 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 from legato.fsdp.planner import by_unit, every, fastest
 from legato.fsdp.rules import Step, program_of, run
 from legato.fsdp.units import Precision, Unit, units_of
-from legato.reports.model import MemoryPoint, ModelReport, TextTable
+from legato.reports.model import MemoryPoint, ModelReport
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
 
@@ -149,23 +150,18 @@ class Comparison(msgspec.Struct, frozen=True):
     compute_s: float
     steps: tuple[Timeline | None, ...]
 
-    def table(self, title: str) -> TextTable:
+    def table(self, title: str) -> Table:
         """Return a table of the rows, sorted by memory."""
-        whole = any(row.states for row in self.rows)
-        memory = ("memory", "of it buffers") if whole else ("buffers",)
-        heads = ("groups", "predicted", "over computing", *memory, "kept", "above bound")
-        rows = (
-            (
-                row.name,
-                format_seconds(row.seconds),
-                f"{row.seconds / self.compute_s:.3f}",
-                *map(format_bytes, (row.nbytes, row.buffers) if whole else (row.buffers,)),
-                format_bytes(row.kept) if row.kept else "",
-                "" if row.gap is None else percent(row.gap, signed=True),
-            )
-            for row in self.by_memory
-        )
-        return TextTable(title, heads, tuple(rows))
+        columns = [
+            Column("groups", "name"),
+            Column("predicted", "seconds", format_seconds),
+            Column("over computing", lambda row: row.seconds / self.compute_s, "{:.3f}".format),
+            *([Column("memory", "nbytes")] if any(row.states for row in self.rows) else []),
+            Column("of it buffers" if any(row.states for row in self.rows) else "buffers", "buffers", format_bytes),
+            Column("kept", lambda row: row.kept or None, format_bytes),
+            Column("above bound", "gap"),
+        ]
+        return Table(title, self.by_memory, columns, best=[self.by_memory.index(self.rows[self.answer])])
 
     @property
     def by_memory(self) -> list[Row]:

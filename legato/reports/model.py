@@ -14,6 +14,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
+from legato.core.table import Table
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
@@ -25,7 +26,6 @@ __all__ = [
     "Report",
     "SchedulerRow",
     "SweepRow",
-    "TextTable",
     "are_jobs",
     "save",
 ]
@@ -98,14 +98,6 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for part in parts for name, value in part.items()}
 
 
-class TextTable(msgspec.Struct, frozen=True):
-    """A table of text for consoles and pages: a title, column heads, and rows of cells."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 class MemoryPoint(msgspec.Struct, frozen=True):
     """The `seconds` per step and the memory per GPU of a way to train; with this memory, none beats `bound_s`."""
 
@@ -166,7 +158,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     advice: str = ""
     plans: tuple[Plan, ...] = ()
     measured: Measurement | None = None
-    told: tuple[TextTable | str, ...] = ()
+    told: tuple[Table | str, ...] = ()
     asides: tuple[str, ...] = ()
     verdict: str = ""
     code: str = ""

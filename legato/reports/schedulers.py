@@ -7,18 +7,20 @@ iterations. A measured timeline shows only one iteration, so it does not tell wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from legato.core.measurement import MeasuredPlan
+from legato.core.table import Column, Table, factor
 from legato.core.text import percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.reports.idle import drawn_worker
 from legato.reports.model import ModelReport, SchedulerRow
-from legato.reports.tables import factor, seconds_cell, share_cell, table_cell, table_of
+from legato.reports.tables import drawn_table
 
 __all__ = ["Entry", "Kind", "best_of", "bound_sentence", "entries", "headline", "overview", "scheduler_table"]
 
@@ -220,61 +222,42 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
     basis: Kind = "predicted" if any(e.predicted_s is not None for e in table) else "one iteration"
     of_basis = "predicted {}" if basis == "predicted" else "{} of one iteration"
 
-    def column(name: str, cell: Callable[[Entry], dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-        return name, [cell(e) for e in table]
+    def based(name: str) -> Column:
+        def share(e: Entry) -> float | None:
+            return None if e.seconds(basis) is None else getattr(e, name)
 
-    def based(share: float | None, e: Entry) -> dict[str, Any]:
-        return share_cell(None if e.seconds(basis) is None else share)
+        return Column(of_basis.format(name), share, percent, _HELP[name])
 
     columns = [
-        column("scheduler", lambda e: table_cell(e.scheduler, e.scheduler)),
-        *_time_columns(table),
-        column("predicted above bound", lambda e: share_cell(e.gap, signed=True)),
-        column(of_basis.format("overlap"), lambda e: based(e.overlap, e)),
-        column(of_basis.format("utilization"), lambda e: based(e.utilization, e)),
-        column(
-            "messages", lambda e: table_cell("" if e.num_messages is None else f"{e.num_messages:,}", e.num_messages)
-        ),
-        column("planning time", lambda e: seconds_cell(e.plan_s)),
-    ]
-    help = _HELP | {of_basis.format(name): _HELP[name] for name in ("overlap", "utilization")}
-    return table_of(columns, help, order, None if best is None else table.index(best))
-
-
-def _time_columns(table: Sequence[Entry]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the columns of times: measured medians with quartiles and speedup, predictions with speedup and error."""
-    measured = [e.measured_s for e in table]
-    one = [e.one_s if e.measured_s is None else None for e in table]
-    predicted = [e.predicted_s for e in table]
-    longest = max((s for s in [*measured, *one, *predicted] if s is not None), default=0.0) or 1.0
-    return [
-        ("measured", [seconds_cell(s, longest) for s in measured]),
-        ("quartiles", [_quartiles_cell(e) for e in table]),
+        Column("scheduler", "scheduler"),
+        _column("measured", "measured_s", bar=True),
+        _column("quartiles", "quartiles_s"),
         _speedups("measured", table),
-        ("one iteration", [seconds_cell(s, longest) for s in one]),
-        ("predicted", [seconds_cell(s, longest) for s in predicted]),
+        _column("one iteration", lambda e: e.one_s if e.measured_s is None else None, format_seconds, bar=True),
+        _column("predicted", "predicted_s", bar=True),
         _speedups("predicted", table),
-        ("prediction error", [_error_cell(e) for e in table]),
+        _column("prediction error", _error, partial(percent, signed=True)),
+        _column("predicted above bound", "gap"),
+        based("overlap"),
+        based("utilization"),
+        _column("messages", "num_messages"),
+        _column("planning time", "plan_s"),
     ]
+    return drawn_table(Table("", table, columns, best=[] if best is None else [table.index(best)]).shown(), order)
 
 
-def _quartiles_cell(e: Entry) -> dict[str, Any]:
-    if e.quartiles_s is None:
-        return table_cell("", None)
-    low, high = e.quartiles_s
-    return table_cell(f"{format_seconds(low)} to {format_seconds(high)}", high - low)
+def _column(head: str, *value: Any, **options: Any) -> Column:
+    return Column(head, *value, help=_HELP.get(head, ""), **options)
 
 
-def _error_cell(e: Entry) -> dict[str, Any]:
-    off = e.predicted_s / e.measured_s - 1 if e.predicted_s is not None and e.measured_s else None
-    return table_cell("" if off is None else percent(off, signed=True), None if off is None else abs(off))
+def _error(e: Entry) -> float | None:
+    return e.predicted_s / e.measured_s - 1 if e.predicted_s is not None and e.measured_s else None
 
 
-def _speedups(kind: Kind, table: Sequence[Entry]) -> tuple[str, list[dict[str, Any]]]:
+def _speedups(kind: Kind, table: Sequence[Entry]) -> Column:
     base = _baseline(table)
     name = "DDP" if base is None else _shown_name(base).removeprefix("the ")
-    speedups = (_speedup(table, e, kind) for e in table)
-    return f"{kind} over {name}", [table_cell(factor(x), x) for x in speedups]
+    return _column(f"{kind} over {name}", lambda e: _speedup(table, e, kind), factor)
 
 
 def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
@@ -286,16 +269,15 @@ def _speedup(table: Sequence[Entry], e: Entry, kind: Kind) -> float | None:
 
 def overview(models: Sequence[ModelReport]) -> dict[str, Any]:
     """Return the table at the top of a page of several workloads: the recommended plan for each workload."""
-    tables = [entries(model) for model in models]
-    taken = [best_of(table) or Entry("") for table in tables]
+    tables = {i: entries(model) for i, model in enumerate(models)}
+    best = {i: best_of(table) or Entry("") for i, table in tables.items()}
     columns = [
-        ("workload", [table_cell(m.name, m.name, href=f"#workload-{i}") for i, m in enumerate(models)]),
-        ("taken", [table_cell(e.scheduler, e.scheduler or None) for e in taken]),
+        Column("workload", lambda i: models[i].name, href=lambda i: f"#workload-{i}"),
+        Column("taken", lambda i: best[i].scheduler),
+        _column("measured", lambda i: best[i].measured_s, format_seconds),
+        _column("measured over DDP", lambda i: _speedup(tables[i], best[i], "measured"), factor),
+        _column("predicted", lambda i: best[i].predicted_s, format_seconds),
+        _column("predicted over DDP", lambda i: _speedup(tables[i], best[i], "predicted"), factor),
+        _column("predicted above bound", lambda i: best[i].gap, partial(percent, signed=True)),
     ]
-    kinds: tuple[Kind, ...] = ("measured", "predicted")
-    for kind in kinds:
-        columns.append((kind, [seconds_cell(e.seconds(kind)) for e in taken]))
-        speedups = [_speedup(table, e, kind) for table, e in zip(tables, taken, strict=True)]
-        columns.append((f"{kind} over DDP", [table_cell(factor(x), x) for x in speedups]))
-    columns.append(("predicted above bound", [share_cell(e.gap, signed=True) for e in taken]))
-    return table_of(columns, _HELP)
+    return drawn_table(Table("", list(tables), columns).shown())

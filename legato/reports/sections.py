@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from legato.core.plan import Plan
+from legato.core.table import Column, Table
 from legato.core.text import count, percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
@@ -14,7 +15,7 @@ from legato.reports.idle import drawn_worker, idle_costs, idle_sentence
 from legato.reports.memory import draw_memory
 from legato.reports.model import ModelReport, are_jobs
 from legato.reports.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
-from legato.reports.tables import bar_percent, heads, table_cell
+from legato.reports.tables import bar_percent, drawn_table
 from legato.reports.timelines import draw_timelines
 from legato.reports.workloads import draw_op_times, draw_readiness, draw_tensor_sizes
 
@@ -41,7 +42,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         **said,
         "code": model.code,
         "advice": model.advice,
-        "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
+        "told": [part if isinstance(part, str) else drawn_table(part) for part in model.told],
         "asides": model.asides,
         "computation": model.computation if waiting else "",
         "jobs": are_jobs(model.timelines),
@@ -219,27 +220,35 @@ def _cluster(model: ModelReport) -> dict[str, Any] | None:
     if cluster.reduce_s_per_byte:
         tiles.append(_tile("reduction speed", f"{format_bytes(1 / cluster.reduce_s_per_byte)}/s"))
     tiles.append(_tile("costs", *costs))
-    names = ["collective", "per message (alpha)", "per MiB (beta)", "goodput", "merge below"]
-    rows = []
-    for name, cost in cluster.collectives.items():
-        alpha, beta = cost.line.alpha_s, cost.line.beta_s_per_byte
-        even = alpha / beta if beta else None
-        cells = [
-            table_cell(name, name),
-            table_cell(format_seconds(alpha), alpha),
-            table_cell(format_seconds(beta * 2**20), beta),
-            table_cell(format_bandwidth(8 / beta) if beta else "", 8 / beta if beta else None),
-            table_cell(format_bytes(even) if even is not None else "", even),
-        ]
-        if workload:
-            cells.append(table_cell(format_seconds(cost.cost(workload.nbytes)), cost.cost(workload.nbytes)))
-        rows.append({"cells": cells, "best": False})
-    if workload:
-        names.append("all gradients, one message")
-    help = {
-        "per message (alpha)": "The time that each message takes however small it is.",
-        "per MiB (beta)": "The time that each further MiB of a message takes.",
-        "goodput": "The rate at which long messages carry gradients.",
-        "merge below": "A message of this size spends half of its time in alpha; smaller ones gain much by merging.",
-    }
-    return {"tiles": tiles, "table": {"heads": heads(names, help=help), "rows": rows}}
+    nbytes = workload.nbytes if workload else None
+    columns = [
+        Column("collective", lambda row: row[0]),
+        Column(
+            "per message (alpha)",
+            lambda row: row[1].line.alpha_s,
+            format_seconds,
+            "The time that each message takes however small it is.",
+        ),
+        Column(
+            "per MiB (beta)",
+            lambda row: row[1].line.beta_s_per_byte,
+            lambda beta: format_seconds(beta * 2**20),
+            "The time that each further MiB of a message takes.",
+        ),
+        Column(
+            "goodput",
+            lambda row: 8 / row[1].line.beta_s_per_byte if row[1].line.beta_s_per_byte else None,
+            format_bandwidth,
+            "The rate at which long messages carry gradients.",
+        ),
+        Column(
+            "merge below",
+            lambda row: row[1].line.alpha_s / row[1].line.beta_s_per_byte if row[1].line.beta_s_per_byte else None,
+            format_bytes,
+            "A message of this size spends half of its time in alpha; smaller ones gain much by merging.",
+        ),
+        Column(
+            "all gradients, one message", lambda row: None if nbytes is None else row[1].cost(nbytes), format_seconds
+        ),
+    ]
+    return {"tiles": tiles, "table": drawn_table(Table("", list(cluster.collectives.items()), columns).shown())}

@@ -7,17 +7,19 @@ axis except the x axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from legato.core.axes import SERVERS, SWEPT, Axis
+from legato.core.table import Column, Table, factor
 from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds
 from legato.reports.figures import BUTTONS, axis, label, layout
 from legato.reports.model import SweepRow
-from legato.reports.tables import bar_percent, factor, heads, share_cell, table_cell
+from legato.reports.tables import drawn_table
 
-__all__ = ["draw_sweep", "over", "sweep_headline", "sweep_sections", "varying"]
+__all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "sweep_table", "varying"]
 
 #: The axes that a plot can have along x if their values are numbers. The number of servers is part of a line's name.
 _AXES = {axis.field: axis for axis in SWEPT if axis is not SERVERS}
@@ -31,8 +33,6 @@ _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
 _MOST_ROWS = 2000
 
 Key = tuple[Any, ...]
-#: A column: its head, and functions that return the value to sort by and the text.
-_Column = tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]
 
 
 def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
                 "headline": sweep_headline(mine),
                 "facts": _facts(mine),
                 "figures": drawn,
-                "table": _table(mine),
+                "table": drawn_table(sweep_table(mine[:_MOST_ROWS], errors=True)),
                 "left_out": count(len(mine) - _MOST_ROWS, "more row") if len(mine) > _MOST_ROWS else "",
             }
         )
@@ -84,33 +84,32 @@ def _text(axis: Axis, value: Any) -> str:
     return f"{value:,}" if axis.type is int and value >= 1000 else axis.write(value)
 
 
-def _column(axis: Axis) -> _Column:
-    def text(row: SweepRow) -> str:
-        return _text(axis, row.axes[axis.field])
+def sweep_table(rows: Sequence[SweepRow], title: str = "", *, errors: bool = False) -> Table:
+    """Return a table of cells with the columns in which they differ, and with their times.
 
-    return axis.column, lambda row: row.axes[axis.field] if text(row) else None, text
+    With `errors`, a column says why cells have failed.
+    """
 
+    def of(axis: Axis) -> Column:
+        return Column(axis.column, lambda row: row.axes[axis.field], partial(_text, axis))
 
-def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
-    times = ["" if row.iteration_s is None else format_seconds(row.iteration_s) for row in rows]
-    longest = max((row.iteration_s or 0.0 for row in rows), default=0.0) or 1.0
-    bars = [bar_percent(row.iteration_s, longest) for row in rows]
-    columns: list[_Column] = [
-        ("fabric", lambda r: r.fabric, lambda r: r.fabric),
-        ("scheduler", lambda r: r.scheduler, lambda r: r.scheduler),
-        *map(_column, SWEPT),
-        (f"speedup {over(rows)}", lambda r: r.speedup, lambda r: factor(r.speedup)),
-        ("above bound", lambda r: r.gap, lambda r: share_cell(r.gap, signed=True)["text"]),
-        ("utilization", lambda r: r.utilization, lambda r: share_cell(r.utilization)["text"]),
+    columns = [
+        Column("workload", "workload"),
+        *(of(axis) for axis in SWEPT if axis is not SERVERS),
+        Column("fabric", "fabric"),
+        of(SERVERS),
+        Column("scheduler", "scheduler"),
+        Column("iteration", "iteration_s", missing="failed", bar=True),
+        Column(f"speedup {over(rows)}", "speedup", factor),
+        Column("above bound", "gap"),
+        Column("utilization", "utilization"),
+        *([Column("error", "error")] if errors else []),
     ]
-    shown = [column for column in columns if len({column[1](row) for row in rows} - {None}) > 1] or columns[:1]
-    table_rows = []
-    for row, time, bar in list(zip(rows, times, bars, strict=True))[:_MOST_ROWS]:
-        cells = [table_cell(text(row), sort(row)) for _, sort, text in shown]
-        cells.insert(1, table_cell(row.error or time, row.iteration_s, bar=bar))
-        table_rows.append({"cells": cells, "best": False})
-    names = [name for name, _, _ in shown]
-    return {"heads": heads([names[0], "iteration", *names[1:]]), "rows": table_rows}
+    keys = [column.head for column in columns].index("iteration")
+    few = ("utilization", "error")
+    return Table(title, rows, columns, keys=keys).shown(
+        lambda head, texts: len(texts) > 1 or head == "iteration" or (head in few and texts)
+    )
 
 
 def varying(rows: Sequence[SweepRow]) -> list[str]:

@@ -1,63 +1,50 @@
-"""Heads and cells of the page's tables, and the format of their numbers."""
+"""Tables as the page's template needs them, and units of time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from legato.core.text import percent
-from legato.core.units import format_seconds
+from legato.core.table import Table
 
-__all__ = ["bar_percent", "factor", "heads", "seconds_cell", "share_cell", "table_cell", "table_of", "time_unit"]
-
-
-def heads(
-    names: Sequence[str], ordered: int | None = None, help: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """Return the heads of columns with the tooltips of `help`; column number `ordered` determines the order of rows."""
-    return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
+__all__ = ["bar_percent", "drawn_table", "time_unit"]
 
 
-def table_of(
-    columns: Sequence[tuple[str, Sequence[dict[str, Any]]]],
-    help: Mapping[str, str],
-    ordered: str = "",
-    best: int | None = None,
-) -> dict[str, Any]:
-    """Return the table for the template, without empty columns; `columns` has (name, cells); row `best` is marked."""
-    shown = [(name, cells) for name, cells in columns if any(cell["sort"] != "" for cell in cells)]
-    names = [name for name, _ in shown]
-    rows = [
-        {"cells": list(cells), "best": i == best}
-        for i, cells in enumerate(zip(*(cells for _, cells in shown), strict=True))
+def drawn_table(table: Table, ordered: str = "") -> dict[str, Any]:
+    """Return a table for the template; `ordered` is the head of the column by which its rows are sorted.
+
+    A reader can sort rows by a number, by the first of several numbers, or by text; empty cells come last.
+    """
+    values = [[column.of(row) for column in table.columns] for row in table.rows]
+    longest = max((v for row in values for v, c in zip(row, table.columns, strict=True) if _is_bar(c, v)), default=0.0)
+    heads = [
+        {"text": " ".join(c.head.split()), "sorted": c.head == ordered, "help": c.help, "number": number}
+        for c, number in zip(table.columns, table.numeric, strict=True)
     ]
-    return {"heads": heads(names, names.index(ordered) if ordered in names else None, help), "rows": rows}
+    rows = [
+        {
+            "best": k in table.best or k in table.sums,
+            "cells": [
+                {
+                    "text": text,
+                    "sort": (value[0] if isinstance(value, tuple) else value) if text else "",
+                    "href": column.href(row) if column.href else "",
+                    "bar": bar_percent(value, longest) if _is_bar(column, value) else None,
+                }
+                for column, value, text in zip(table.columns, values[k], texts, strict=True)
+            ],
+        }
+        for k, (row, texts) in enumerate(zip(table.rows, table.texts, strict=True))
+    ]
+    return {"title": table.title, "heads": heads, "rows": rows}
 
 
-def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
-    """Return a cell, with a bar that fills `bar` percent of it; rows are sorted by `sort` (None comes last)."""
-    return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
+def _is_bar(column: Any, value: Any) -> bool:
+    return column.bar and isinstance(value, (int, float))
 
 
-def bar_percent(value: float | None, largest: float) -> float | None:
-    """Return the length of a value's bar in percent of the bar of the `largest` value; None without a value."""
-    return None if value is None else round(100 * min(1.0, value / largest), 2)
-
-
-def factor(ratio: float | None) -> str:
-    """Return a ratio in the form `1.24x`, or "" if there is no ratio."""
-    return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def share_cell(share: float | None, *, signed: bool = False) -> dict[str, Any]:
-    """Return a cell with a percentage, or an empty cell without a value."""
-    return table_cell("" if share is None else percent(share, signed=signed), share)
-
-
-def seconds_cell(seconds: float | None, longest: float | None = None) -> dict[str, Any]:
-    """Return a cell with a time, and with a bar if `longest` is given; return an empty cell without a value."""
-    bar = bar_percent(seconds, longest) if longest else None
-    return table_cell("" if seconds is None else format_seconds(seconds), seconds, bar=bar)
+def bar_percent(value: float, largest: float) -> float:
+    """Return the length of a value's bar in percent of the bar of the `largest` value."""
+    return round(100 * min(1.0, value / (largest or 1.0)), 2)
 
 
 def time_unit(largest_s: float) -> tuple[str, float]:

@@ -9,8 +9,8 @@ and networks only (`jobs.py`).
 from __future__ import annotations
 
 from legato.sweeps.grid import Cell, Fidelity, Grid
-from legato.sweeps.jobs import JobRow, sweep_jobs
+from legato.sweeps.jobs import JobResults, JobRow, sweep_jobs
 from legato.sweeps.run import sweep
 from legato.sweeps.table import write_rows
 
-__all__ = ["Cell", "Fidelity", "Grid", "JobRow", "sweep", "sweep_jobs", "write_rows"]
+__all__ = ["Cell", "Fidelity", "Grid", "JobResults", "JobRow", "sweep", "sweep_jobs", "write_rows"]

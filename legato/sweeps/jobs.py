@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from legato.core import __version__, files
-from legato.core.axes import NETWORK
+from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.results import Results
+from legato.core.table import Column, Table
+from legato.reports.model import BreakdownChart, ModelReport
 from legato.simulator.flow import Network
 from legato.sweeps.cell import Outcome, attempt
 from legato.sweeps.journal import Journal
 from legato.sweeps.run import outcomes
 from legato.whole_jobs.flow.step import FlowStep, network_of, simulate
-from legato.whole_jobs.step import Step, predict
+from legato.whole_jobs.step import Step, predict, waits
+from legato.whole_jobs.told import DRAWN, breakdown, caveats
 from legato.zoo.presets import with_links
 
-__all__ = ["JobRow", "on_network", "step_on", "sweep_jobs"]
+__all__ = ["JobResults", "JobRow", "on_network", "step_on", "sweep_jobs"]
 
 #: The largest number of cells: a prediction of a large job takes 0.1 s, and a simulation takes seconds.
 _MOST_CELLS = 10_000
@@ -64,6 +67,67 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
         return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
 
 
+class JobResults(Results[JobRow]):
+    """The rows of a sweep of whole jobs by a fidelity; `jobs` has the jobs by name."""
+
+    def __init__(self, rows: Iterable[JobRow], jobs: Mapping[str, Job], fidelity: str) -> None:
+        super().__init__(rows)
+        self.jobs, self._fidelity = jobs, fidelity
+
+    @property
+    def _axes(self) -> list[Axis]:
+        return [axis for axis in NETWORK if self and axis.field in self[0].axes]
+
+    @property
+    def _differing(self) -> list[Axis]:
+        """Return the axes on which the rows have different values."""
+        return [axis for axis in self._axes if len({row.axes[axis.field] for row in self}) > 1]
+
+    @property
+    def same(self) -> str:
+        """Return in words the values that all rows have in common."""
+        same = [axis for axis in self._axes if axis not in self._differing and axis.words]
+        said = "".join(f", {axis.say(axis.write(self[0].axes[axis.field]))}" for axis in same)
+        return f"{said}, by {self._fidelity}"
+
+    @property
+    def failed(self) -> list[str]:
+        """Return a line for each reason why cells have no result."""
+        errors = [row.error for row in self if row.error is not None]
+        return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]
+
+    def table(self, title: str = "", job: str | None = None) -> Table:
+        """Return a table of the rows, or of the rows of one job."""
+        columns = [
+            *([Column("job", "job")] if job is None else []),
+            *(Column(axis.column, lambda row, axis=axis: row.axes[axis.field], axis.write) for axis in self._differing),
+            Column("step", "step_s", missing="failed"),
+            Column("speedup over the first", "speedup"),
+            Column("utilization", "utilization"),
+            Column("waits for", lambda row: waits(row.parts) if row.parts else ""),
+        ]
+        return Table(title, [row for row in self if job in (None, row.job)], columns)
+
+    def sections(self) -> tuple[ModelReport, ...]:
+        """Return a section of a page for each job: a chart with the parts of its step on each network, and a table."""
+        return tuple(self._section(name, job) for name, job in self.jobs.items())
+
+    def _section(self, name: str, job: Job) -> ModelReport:
+        bars = [
+            breakdown(
+                ", ".join(axis.say(axis.write(row.axes[axis.field])) for axis in self._differing) or "the network",
+                row.parts,
+                note=f"{row.speedup:.2f}x",
+            )
+            for row in self
+            if row.job == name and row.step_s is not None
+        ]
+        hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
+        charts = (BreakdownChart(f"The step on each network{self.same}", hint, tuple(bars)),) if bars else ()
+        told = (self.table("networks: predicted", name), *self.failed)
+        return ModelReport(str(job), told=told, asides=tuple(caveats(predict(job))), breakdowns=charts)
+
+
 def sweep_jobs(
     named: Mapping[str, Job],
     axes: Mapping[str, Sequence[Any]],
@@ -73,7 +137,7 @@ def sweep_jobs(
     jobs: int | None = None,
     dask: str | None = None,
     progress: Callable[[int, int], object] | None = None,
-) -> Results[JobRow]:
+) -> JobResults:
     """Predict the step of every named job on every network; the last axis of the networks changes fastest.
 
     `axes` has, by field, the values of axes of links (`core/axes.py`). With the fidelity `flows`, axes of switches are
@@ -90,7 +154,7 @@ def sweep_jobs(
         on_network(job, cell.axes, cell.fidelity)
     done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, dask=dask, progress=progress)
     first_s: dict[str, float] = {}
-    rows: Results[JobRow] = Results()
+    rows: list[JobRow] = []
     for name, cell in cells:
         found = done[cell.key]
         step_s = found.iteration_s
@@ -106,7 +170,7 @@ def sweep_jobs(
                 error=found.error,
             )
         )
-    return rows
+    return JobResults(rows, named, fidelity)
 
 
 def _run(cell: _Cell, job: Job) -> Outcome:

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from legato.core.errors import InputError
 from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.pictures import draw_bars
-from legato.core.text import html_table, percent, table
+from legato.core.table import Column, Table
+from legato.core.text import percent
 from legato.core.units import format_bytes, format_seconds
-from legato.reports.model import TextTable
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict, waits
 from legato.whole_jobs.sure import APART, ORDER_APART, ORDER_NEAR
@@ -53,24 +53,21 @@ class Layouts:
         """Return the layouts and their steps as `legato layouts --json` prints them."""
         return [_layout(step.job) | step.columns for step in self.best]
 
-    def table(self) -> TextTable:
+    def table(self) -> Table:
         """Return the layouts as a table."""
-        heads = ("layout", "schedule", "micro-batches", "recomputed", "sharded", "step", "utilization", "memory")
-        rows = (
-            (
-                str(step.job.mesh),
-                schedule_of(step.job),
-                f"{step.job.microbatches} of {step.job.microbatch}",
-                step.job.recompute,
-                step.job.shard + (f", {step.job.replicas} replicas" if step.job.replicas > 1 else ""),
-                format_seconds(step.seconds) + (" =" if len(self.equal) > 1 and step in self.equal else ""),
-                percent(step.utilization),
-                format_bytes(step.memory.total) + _MARKS[step.room],
-                waits(step.parts),
-            )
-            for step in self.best
-        )
-        return TextTable(f"{title_of(self.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
+        equal = self.equal
+        columns = [
+            Column("layout", lambda step: str(step.job.mesh)),
+            Column("schedule", lambda step: schedule_of(step.job)),
+            Column("micro-batches", lambda step: f"{step.job.microbatches} of {step.job.microbatch}"),
+            Column("recomputed", lambda step: step.job.recompute),
+            Column("sharded", lambda step: _sharded(step.job)),
+            Column("step", lambda step: (step.seconds, len(equal) > 1 and step in equal), _marked),
+            Column("utilization", "utilization"),
+            Column("memory", lambda step: (step.memory.total, step.room), _memory),
+            Column("waits for", lambda step: waits(step.parts)),
+        ]
+        return Table(f"{title_of(self.best[0].job)}: predicted", self.best, columns)
 
     @property
     def first(self) -> Step:
@@ -101,15 +98,26 @@ class Layouts:
 
     def __str__(self) -> str:
         """Return the table and the verdict as lines of text."""
-        shown = self.table()
-        return "\n".join([shown.title, *table(shown.heads, shown.rows, right=0), *self.verdict])
+        return "\n".join([str(self.table()), *self.verdict])
 
     def _repr_html_(self) -> str:
         """Return a picture for notebooks that shows what each layout waits for."""
         shown = self.table()
         bars = [(str(step.job.mesh), step.parts, format_seconds(step.seconds)) for step in self.best]
         said = "".join(f"<p>{line}</p>" for line in self.verdict)
-        return f"{draw_bars(bars, shown.title)}{html_table(shown.heads, shown.rows, right=0)}{said}"
+        return f"{draw_bars(bars, shown.title)}{shown._repr_html_()}{said}"
+
+
+def _sharded(job: Job) -> str:
+    return job.shard + (f", {job.replicas} replicas" if job.replicas > 1 else "")
+
+
+def _marked(step: tuple[float, bool]) -> str:
+    return format_seconds(step[0]) + (" =" if step[1] else "")
+
+
+def _memory(memory: tuple[int, str]) -> str:
+    return format_bytes(memory[0]) + _MARKS[memory[1]]
 
 
 def _layout(job: Job) -> dict[str, Any]:

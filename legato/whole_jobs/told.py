@@ -8,9 +8,10 @@ from dataclasses import asdict
 from msgspec.structs import replace
 
 from legato.core.job import Job
+from legato.core.table import Table, factor
 from legato.core.text import count
 from legato.core.units import format_bytes, format_seconds
-from legato.reports.model import Breakdown, BreakdownChart, ModelReport, TextTable
+from legato.reports.model import Breakdown, BreakdownChart, ModelReport
 from legato.whole_jobs.layouts import Layouts, machines, schedule_of, title_of
 from legato.whole_jobs.step import Step, predict, waits
 from legato.whole_jobs.sure import SMALL_S, is_default
@@ -71,14 +72,14 @@ def faster(best: Step) -> dict[str, Step]:
     return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))
 
 
-def machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
+def machines_table(best: Step, faster: dict[str, Step]) -> Table:
     """Return a table of the steps on other machines."""
-    rows = (
-        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step.parts))
-        for name, step in faster.items()
-    )
     title = f"the same layout ({best.job.mesh}) on another machine: predicted"
-    return TextTable(title, ("with", "step", "speedup", "waits for"), tuple(rows))
+    write = {"with": None, "step": format_seconds, "speedup": factor, "waits for": None}
+    steps = faster.items()
+    return Table.of(
+        title, write, ((name, step.seconds, best.seconds / step.seconds, waits(step.parts)) for name, step in steps)
+    )
 
 
 def report_of(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:

@@ -90,7 +90,7 @@ def test_a_job_is_simulated_link_by_link(small, tmp_path, capsys):
     page = (tmp_path / "r.html").read_text()
     assert f"{len(drawn.members)} GPUs of one job, predicted" in page
     names = [one.name for one in drawn.drawn()]
-    assert "GPU 9" in names and len(names) == len(drawn.members) and all(f"<td>{name}" in page for name in names)
+    assert "GPU 9" in names and len(names) == len(drawn.members) and all(f">{name}</td>" in page for name in names)
     assert sum(len(one.spans) for one in drawn.drawn()) == len(drawn.spans)
     status, out, err = run(capsys, "simulate", job, "--racks", 4, "--oversubscription", 2)
     assert status == 0 and "4 racks, oversubscription 2:1, by flows" in " ".join(out.split()), err

@@ -11,10 +11,11 @@ from support.command import run
 from support.report_samples import model, sweep_rows
 
 from legato.core.errors import InputError
+from legato.core.table import Table
 from legato.lab.papers import PAPERS, Figure
 from legato.lab.papers.pages import write_page
 from legato.reports.html import write_report
-from legato.reports.model import ModelReport, Report, TextTable
+from legato.reports.model import ModelReport, Report
 from legato.reports.pictures import _colours
 
 
@@ -53,7 +54,7 @@ def test_sweeps_and_papers_are_drawn_too(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys, monkeypatch, drawn):
-    told = ModelReport("m", told=(TextTable("t", ("a",), (("b",),)),))
+    told = ModelReport("m", told=(Table.of("t", {"a": None}, ["b"]),))
     with pytest.raises(InputError, match="nothing to draw"):
         write_report(tmp_path / "r.svg", Report((told,)))
     status, _, err = run(capsys, "reproduce", "all", "-o", tmp_path / "all.svg")

@@ -7,9 +7,11 @@ import msgspec
 from legato.core.axes import SWEPT
 from legato.core.cluster import Cluster
 from legato.core.measurement import MeasuredPlan, Measurement
+from legato.core.table import Table
 from legato.core.timeline import Span, Timeline
+from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
-from legato.reports.model import Breakdown, BreakdownChart, ModelReport, Report, SchedulerRow, SweepRow, TextTable
+from legato.reports.model import Breakdown, BreakdownChart, ModelReport, Report, SchedulerRow, SweepRow
 
 CLUSTER = Cluster.derive(8, 10e9, 30e-6)
 
@@ -161,7 +163,7 @@ def breakdown_report(name="tensor 2, data 4", layouts=2):
     others = [breakdown(name, computing=5, context=2, expert=1, pipeline=1 + k) for k in range(1, layouts)]
     faster = breakdown("GPUs twice as fast", "", "1.60x", computing=3, bubble=0.5, tensor=1, data=0.25, optimizer=0.25)
     charts = (BreakdownChart("Layouts", "As long.", (first, *others)), BreakdownChart("Machines", "", (first, faster)))
-    told = (TextTable("table", ("layout", "step"), ((name, "8 s"),)),)
+    told = (Table.of("table", {"layout": None, "step": format_seconds}, [(name, 8.0)]),)
     return Report((ModelReport("job", told=told, asides=("the efficiency is a default",), breakdowns=charts),))
 
 

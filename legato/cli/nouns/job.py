@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
-from rich.table import Table
 
 from legato.cli.axes import Given, axes
 from legato.cli.nouns.model import Computes, ModelOutput, Recompute, Shape, shape_of
 from legato.cli.nouns.running import MOST_SHOWN, Running, Written
 from legato.cli.options import Fidelity, Json, TimelineOutput, keep_apart, quantity, setting, split
-from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table, print_text
+from legato.cli.output import fidelity_of, note, print_json, print_parts, print_table
 from legato.core import files
-from legato.core.axes import NETWORK, Axis
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, HIDDEN, Job, LanguageModel, Machine, Schedule, Shard
 from legato.core.quantities import parse_seconds
+from legato.core.table import Table
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.reports.model import ModelReport, Report, TextTable
-    from legato.sweeps import JobRow
+    from legato.sweeps import JobResults
 
 __all__ = [
     "Layout",
@@ -42,8 +39,6 @@ __all__ = [
 #: The options about the links of a machine and the switches between machines.
 OfMachine = Annotated[Given, axes("links", "switches", cluster=False)]
 SweptMachine = Annotated[Given, axes("links", "switches", cluster=False, values="several")]
-#: Heads of the table columns that hold text.
-_NAMES = ("job", "waits for")
 #: Bytes per element of a gradient, by precision.
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Steps whose times differ by a smaller share count as equal.
@@ -217,13 +212,10 @@ def write(
     note(str(job) + (f" -> {output}" if output else ""))
     for caveat in caveats(step):
         note(caveat)
-    table = Table("kind", title="bytes that a GPU sends in a step, mean over the stages", header_style="dim")
-    tiers = {"host": "inside hosts", "network": "between hosts"}
-    for head in tiers.values():
-        table.add_column(head, justify="right")
-    for kind in dict.fromkeys(kind for kind, _ in step.sent):
-        table.add_row(kind, *(format_bytes(step.sent.get((kind, tier), 0)) for tier in tiers))
-    print_table(table)
+    sent = {kind: [step.sent.get((kind, tier), 0) for tier in ("host", "network")] for kind, _ in step.sent}
+    write = {"kind": None, "inside hosts": format_bytes, "between hosts": format_bytes}
+    title = "bytes that a GPU sends in a step, mean over the stages"
+    print_table(Table.of(title, write, ((kind, *nbytes) for kind, nbytes in sent.items())))
     note(f"bubble: {percent(step.bubble_s / step.seconds)} of a predicted step of {format_seconds(step.seconds)}")
 
 
@@ -288,26 +280,18 @@ def sweep(
     axes = {axis.field: values for axis, values in machine.several_of("links", "switches").items()}
     with running.cells(written.first) as how:
         rows = sweep_jobs(named, axes, by, **how)
-    same = f"{_same(rows)}, by {by}"
-    written.rows(rows, partial(_report, named, rows, same), partial(_show, named, rows, same), json)
+    written.rows(rows, partial(_show, rows), json)
 
 
-def _show(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> None:
-    for line in dict.fromkeys(job.machine.links_in_words for job in jobs.values()):
+def _show(found: JobResults) -> None:
+    for line in dict.fromkeys(job.machine.links_in_words for job in found.jobs.values()):
         note(line)
-    shown = rows[:MOST_SHOWN]
-    print_text(_table(shown, _differing(rows), f"{count(len(rows), 'cell')}{same}: predicted", named=True), *_NAMES)
-    if len(rows) > len(shown):
-        note(f"the first {len(shown)} of {len(rows):,} are shown (--json and -o have all)")
-    for line in _failed(rows):
+    table = found.table(f"{count(len(found), 'cell')}{found.same}: predicted")
+    print_table(dataclasses.replace(table, rows=table.rows[:MOST_SHOWN]))
+    if len(found) > MOST_SHOWN:
+        note(f"the first {MOST_SHOWN} of {len(found):,} are shown (--json and -o have all)")
+    for line in found.failed:
         note(line)
-
-
-def _report(jobs: Mapping[str, Job], rows: Sequence[JobRow], same: str) -> Report:
-    from legato.reports.model import Report
-
-    mine = {name: [row for row in rows if row.job == name] for name in jobs}
-    return Report(tuple(_page(job, mine[name], same) for name, job in jobs.items()))
 
 
 def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
@@ -321,73 +305,3 @@ def refuse_switches(machine: Given, fidelity: str, **others: Any) -> None:
 def said(machine: Given) -> str:
     """Return words that describe the given options about switches."""
     return "".join(f", {axis.say(axis.write(value))}" for axis, value in machine.of("switches").items() if axis.words)
-
-
-def _differing(rows: Sequence[JobRow]) -> list[Axis]:
-    """Return the axes on which the rows have different values; these are columns of the table."""
-    return [axis for axis in _axes(rows) if len({row.axes[axis.field] for row in rows}) > 1]
-
-
-def _axes(rows: Sequence[JobRow]) -> list[Axis]:
-    return [axis for axis in NETWORK if axis.field in rows[0].axes]
-
-
-def _same(rows: Sequence[JobRow]) -> str:
-    """Return in words the values that all rows have in common."""
-    same = [axis for axis in _axes(rows) if axis not in _differing(rows) and axis.words]
-    return "".join(f", {axis.say(axis.write(rows[0].axes[axis.field]))}" for axis in same)
-
-
-def _table(rows: Sequence[JobRow], axes: Sequence[Axis], title: str, *, named: bool = False) -> TextTable:
-    from legato.reports.model import TextTable
-
-    heads = (
-        *(["job"] if named else []),
-        *(axis.column for axis in axes),
-        "step",
-        "speedup over the first",
-        "utilization",
-    )
-    return TextTable(
-        title, (*heads, "waits for"), tuple((*([row.job] if named else []), *_cells(row, axes)) for row in rows)
-    )
-
-
-def _cells(row: JobRow, axes: Sequence[Axis]) -> list[str]:
-    from legato.whole_jobs.step import waits
-
-    texts = [axis.write(row.axes[axis.field]) for axis in axes]
-    if row.step_s is None or row.speedup is None or row.utilization is None:
-        return [*texts, "failed", "", "", ""]
-    return [*texts, format_seconds(row.step_s), f"{row.speedup:.2f}x", percent(row.utilization), waits(row.parts)]
-
-
-def _failed(rows: Sequence[JobRow]) -> list[str]:
-    errors = [row.error for row in rows if row.error is not None]
-    return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]
-
-
-def _page(job: Job, rows: Sequence[JobRow], same: str) -> ModelReport:
-    """Return the page of one job: a chart with the parts of its step on each network, and a table."""
-    from legato.reports.model import BreakdownChart, ModelReport
-    from legato.whole_jobs.step import predict
-    from legato.whole_jobs.told import DRAWN, breakdown, caveats
-
-    axes = _differing(rows)
-    bars = [
-        breakdown(
-            ", ".join(axis.say(axis.write(row.axes[axis.field])) for axis in axes) or "the network",
-            row.parts,
-            note=f"{row.speedup:.2f}x",
-        )
-        for row in rows
-        if row.step_s is not None
-    ]
-    hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
-    charts = [BreakdownChart(f"The step on each network{same}", hint, tuple(bars))] if bars else []
-    return ModelReport(
-        str(job),
-        told=(_table(rows, axes, "networks: predicted"), *_failed(rows)),
-        asides=tuple(caveats(predict(job))),
-        breakdowns=tuple(charts),
-    )

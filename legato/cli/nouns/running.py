@@ -24,7 +24,6 @@ from legato.core.errors import InputError
 from legato.core.text import count
 
 if TYPE_CHECKING:
-    from legato.reports.model import Report
     from legato.sweeps.table import Row
 
 __all__ = ["MOST_SHOWN", "Cells", "Running", "Simulated", "Written"]
@@ -119,14 +118,14 @@ class Written:
     def paths(self) -> list[Path]:
         return [path for path in (self.output, self.report) if path is not None]
 
-    def rows(self, rows: Sequence[Row], report: Callable[[], Report], show: Callable[[], None], json: bool) -> None:
+    def rows(self, rows: Sequence[Row], show: Callable[[], None], json: bool) -> None:
         """Write the rows, or a report that draws them, to the output files; print JSON, or call `show()`."""
-        from legato.reports.html import write_report
+        from legato.pages import report
         from legato.sweeps import write_rows
 
         for path in self.paths:
             if path.suffix in PAGES:
-                write_report(path, report())
+                report(rows, path=path)
             else:
                 write_rows(path, rows)
         if json:

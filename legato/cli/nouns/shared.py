@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rich.table import Table
-
 from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.running import Cells, Simulated
 from legato.cli.options import (
@@ -32,7 +30,8 @@ from legato.core.axes import BY_NAME, NETWORK
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.quantities import parse_seconds
-from legato.core.text import count, percent
+from legato.core.table import Column, Table
+from legato.core.text import count
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
@@ -124,7 +123,7 @@ def simulate(
     note_machine(machines.machine)
     words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.how, "by transfers"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
-    print_table(_table(", ".join(words), rows), keys=2)
+    print_table(_table(", ".join(words), rows))
 
 
 def sweep(
@@ -168,16 +167,20 @@ def sweep(
         if axis.words and axis not in swept and axis.field in axes and networks[0][axis.field] != axis.usual
     ]
     title = [f"{count(len(workloads), 'job')} on {count(len(networks), 'network')}", *same, how.how]
-    table = Table(title=", ".join(title), header_style="dim")
-    names = [f"{job['job']} on {job['workers']}" for job in found[0]["jobs"]]
-    for head in [*(axis.column for axis in swept), *names, "slowdown", "computing"]:
-        table.add_column(head, justify="right")
-    for row in found:
-        each = ["starves" if job["iteration_s"] is None else format_seconds(job["iteration_s"]) for job in row["jobs"]]
-        slowdown = "starves" if row["slowdown"] is None else _slowdown(row["slowdown"])
-        texts = [axis.write(row[axis.field]) for axis in swept]
-        table.add_row(*texts, *each, slowdown, percent(row["utilization"]))
-    print_table(table, keys=max(1, len(swept)))
+    columns = [
+        *(Column(axis.column, axis.field) for axis in swept),
+        *(
+            Column(f"{job['job']} on {job['workers']}", _iteration_of(j), format_seconds, missing="starves")
+            for j, job in enumerate(found[0]["jobs"])
+        ),
+        Column("slowdown", "slowdown", missing="starves"),
+        Column("computing", "utilization"),
+    ]
+    print_table(Table(", ".join(title), found, columns, keys=max(1, len(swept))))
+
+
+def _iteration_of(job: int) -> Callable[[dict[str, Any]], float | None]:
+    return lambda row: row["jobs"][job]["iteration_s"]
 
 
 def _check_links(fidelity: str | None) -> None:
@@ -288,49 +291,35 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _slowdown(slowdown: float) -> str:
-    return f"{slowdown:.3f}x"
-
-
-#: The columns after the case and the job: the key of a value, its head, and the function that formats it.
-_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "workers": ("workers", str),
-    "priority": ("priority", str),
-    "shift_s": ("shift", format_seconds),
-    "alone_s": ("alone", format_seconds),
-    "iteration_s": ("shared", format_seconds),
-    "slowdown": ("slowdown", _slowdown),
-    "shortest_s": ("shortest", format_seconds),
-    "longest_s": ("longest", format_seconds),
-    "iterations": ("iterations", str),
-    "utilization": ("utilization", percent),
+#: The heads of the columns of simulated jobs, by the keys of their values.
+_HEADS = {
+    "case": "case",
+    "job": "job",
+    "workers": "workers",
+    "priority": "priority",
+    "shift_s": "shift",
+    "alone_s": "alone",
+    "iteration_s": "shared",
+    "slowdown": "slowdown",
+    "shortest_s": "shortest",
+    "longest_s": "longest",
+    "iterations": "iterations",
+    "utilization": "utilization",
 }
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _table(title: str, cases: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row for each job in each case, and a row for all jobs of a case."""
-
-    def cells(found: dict[str, Any]) -> list[str]:
-        there = {
-            key: "starves" if value is None else _COLUMNS[key][1](value)
-            for key, value in found.items()
-            if key in _COLUMNS
-        }
-        return [there.get(key, "") for key in _COLUMNS]
-
-    table = Table(title=title, header_style="dim")
-    for column in ("case", "job"):
-        table.add_column(column)
-    for head, _ in _COLUMNS.values():
-        table.add_column(head, justify="right")
-    for row in rows:
-        for job in row["jobs"]:
-            table.add_row(row["case"], job["job"], *cells(job))
-        begin_s, end_s = map(format_seconds, row["window_s"])
-        workers = sum(job["workers"] for job in row["jobs"])
-        every = {"workers": workers, "slowdown": row["slowdown"], "utilization": row["utilization"]}
-        table.add_row(row["case"], f"all, from {begin_s} to {end_s}", *cells(every), style="bold", end_section=True)
-    return table
+    rows: list[dict[str, Any]] = []
+    sums = []
+    for case in cases:
+        begin_s, end_s = map(format_seconds, case["window_s"])
+        workers = sum(job["workers"] for job in case["jobs"])
+        every = case | {"job": f"all, from {begin_s} to {end_s}", "workers": workers}
+        rows += [*({"case": case["case"]} | job for job in case["jobs"]), every]
+        sums.append(len(rows) - 1)
+    columns = [Column(head, key, missing="starves") for key, head in _HEADS.items()]
+    return Table(title, rows, columns, sums=sums, keys=2)
 
 
 def _write(folder: Path, shared: SharedNetwork, best: dict[str, Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from rich.table import Table
 
 from legato.cli.nouns.job import OfMachine, said
 from legato.cli.nouns.program import step_values
@@ -20,6 +20,7 @@ from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.program import Program
 from legato.core.quantities import parse_seconds
+from legato.core.table import Table, factor
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
 
@@ -90,33 +91,37 @@ def simulate(
             for caveat in caveats(one.alone):
                 note(f"{name}: {caveat}")
     title = f"{count(len(jobs), 'job')} on {network.workers:,} x {links.name}{said(machine)}, {places.how}, by flows"
-    print_table(_table(title, names, sizes, found, window_s))
+    print_table(_table(title, list(zip(names, sizes, found, strict=True)), window_s))
 
 
 def _slowdown(found: Sequence[SharedStep]) -> float:
     return fmean(one.slowdown for one in found)
 
 
-def _table(
-    title: str, names: Sequence[str], sizes: Sequence[int], found: Sequence[SharedStep], window_s: tuple[float, float]
-) -> Table:
+def _table(title: str, jobs: list[tuple[str, int, SharedStep]], window_s: tuple[float, float]) -> Table:
     """Return a table with a row for each job, and a row for all jobs."""
     from legato.whole_jobs.step import waits
 
-    table = Table("job", title=title, header_style="dim")
-    for head in ("GPUs", "alone", "shared", "slowdown", "shortest", "longest", "steps"):
-        table.add_column(head, justify="right")
-    for head in ("waits for, alone", "waits for, shared", "longer, of the step alone"):
-        table.add_column(head)
-    for name, gpus, one in zip(names, sizes, found, strict=True):
-        alone, shared = format_seconds(one.alone.seconds), format_seconds(one.beside.seconds)
-        cells = [f"{gpus:,}", alone, shared, f"{one.slowdown:.3f}x"]
-        cells += [format_seconds(min(one.steps_s)), format_seconds(max(one.steps_s)), str(len(one.steps_s))]
-        table.add_row(name, *cells, waits(one.alone.parts), waits(one.beside.parts), _longer(one))
+    write = {
+        "job": None,
+        "GPUs": "{:,}".format,
+        **dict.fromkeys(("alone", "shared"), format_seconds),
+        "slowdown": partial(factor, decimals=3),
+        **dict.fromkeys(("shortest", "longest"), format_seconds),
+        "steps": str,
+        **dict.fromkeys(("waits for, alone", "waits for, shared", "longer, of the step alone")),
+    }
+    rows: list[tuple[Any, ...]] = [
+        (
+            *(name, gpus, one.alone.seconds, one.beside.seconds, one.slowdown),
+            *(min(one.steps_s), max(one.steps_s), len(one.steps_s)),
+            *(waits(one.alone.parts), waits(one.beside.parts), _longer(one)),
+        )
+        for name, gpus, one in jobs
+    ]
     begin, end = map(format_seconds, window_s)
-    every = [f"all, from {begin} to {end}", f"{sum(sizes):,}", "", "", f"{_slowdown(found):.3f}x"]
-    table.add_row(*every, style="bold")
-    return table
+    every = f"all, from {begin} to {end}", sum(row[1] for row in rows), "", "", _slowdown([one for *_, one in jobs])
+    return Table.of(title, write, [*rows, (*every, *[""] * 6)], sums=[len(rows)])
 
 
 def _row(name: str, shift_s: float, found: SharedStep) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.table import Table
 
 from legato.cli.axes import FabricOptions, Given, NetworkOptions, SweptOptions, note_machine
 from legato.cli.nouns.running import MOST_SHOWN, Cells, Running, Simulated, Written
@@ -30,11 +29,11 @@ from legato.cli.options import (
 )
 from legato.cli.output import fidelity_of, note, print_json, print_rows, print_table, progress
 from legato.core import files
-from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
+from legato.core.axes import NETWORK, SERVERS, SWEPT
 from legato.core.cluster import SEND_S, Cluster
 from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.plan import Plan
-from legato.core.text import count, percent
+from legato.core.text import count
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
@@ -230,7 +229,6 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, and write and print the rows."""
-    from legato.reports.model import Report
     from legato.sweeps import Grid
     from legato.sweeps import sweep as sweep_grid
     from legato.sweeps.grid import fabric_names
@@ -248,39 +246,7 @@ def sweep(
     )
     with running.cells(written.first) as how:
         rows = sweep_grid(grid, **how)
-    report, show = partial(Report, sweep=tuple(rows)), partial(_show, rows, grid, network)
-    written.rows(rows, report, show, json)
-
-
-class _Column(NamedTuple):
-    head: str
-    text: Callable[[SweepRow], str]
-    is_name: bool = False
-
-
-def _columns(rows: Sequence[SweepRow]) -> list[_Column]:
-    """Return all columns that the table can have; `_is_shown` chooses among them."""
-    from legato.reports.sweeps import over
-
-    def of(axis: Axis) -> _Column:
-        return _Column(axis.column, lambda row: axis.write(row.axes[axis.field]), type(axis.usual) is str)
-
-    return [
-        _Column("workload", lambda row: row.workload, True),
-        *(of(axis) for axis in SWEPT if axis is not SERVERS),
-        _Column("fabric", lambda row: row.fabric, True),
-        of(SERVERS),
-        _Column("scheduler", lambda row: row.scheduler, True),
-        _Column("iteration", lambda row: "failed" if row.iteration_s is None else format_seconds(row.iteration_s)),
-        _Column(f"speedup {over(rows)}", lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x"),
-        _Column("above bound", lambda row: "" if row.gap is None else percent(row.gap, signed=True)),
-        _Column("utilization", lambda row: "" if row.utilization is None else percent(row.utilization)),
-    ]
-
-
-def _is_shown(head: str, texts: set[str]) -> bool:
-    """Return whether the table shows this column: columns with different values and a few important ones are shown."""
-    return len(texts) > 1 or head == "iteration" or (head == "utilization" and bool(texts))
+    written.rows(rows, partial(_show, rows, grid, network), json)
 
 
 def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
@@ -316,6 +282,8 @@ def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
 
     The title has the values that all cells share.
     """
+    from legato.reports.sweeps import sweep_table
+
     note_machine(network.named())
     shown, cluster = list(rows), "" if network.file is None else f"{network.file}: "
     title = ", ".join([cluster + count(len(rows), "cell"), *_same_everywhere(rows, grid)])
@@ -324,13 +292,7 @@ def _show(rows: Sequence[SweepRow], grid: Grid, network: Given) -> None:
         title += f"; the fastest on each of {count(len(shown), 'network')}"
     if len(shown) > MOST_SHOWN:
         title += f" ({MOST_SHOWN} shown)"
-    table = Table(title=title, header_style="dim")
-    columns = [one for one in _columns(rows) if _is_shown(one.head, {one.text(row) for row in rows} - {""})]
-    for one in columns:
-        table.add_column(one.head, justify="left" if one.is_name else "right")
-    for row in shown[:MOST_SHOWN]:
-        table.add_row(*(one.text(row) for one in columns))
-    print_table(table, keys=[one.head for one in columns].index("iteration"))
+    print_table(replace(sweep_table(rows, title), rows=shown[:MOST_SHOWN]))
     failed = [row for row in rows if row.error is not None]
     for error in dict.fromkeys(row.error for row in failed):
         names = ", ".join(dict.fromkeys(f"{row.scheduler} on {row.fabric}" for row in failed if row.error == error))

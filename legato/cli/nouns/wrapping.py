@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.table import Table
-
 from legato.cli.axes import Given, Kinds, axes
 from legato.cli.options import Json, PlanOutput, PlanTimeline, keep_apart, quantity, setting
 from legato.cli.output import note, print_json, print_table, say
@@ -108,7 +106,7 @@ def plan(
         say(chosen.wrapping.as_code())
         note(found.verdict)
     else:
-        _print(f"{job.name} on {where}, parameters sharded", found)
+        print_table(found.table(f"{job.name} on {where}, parameters sharded"))
         say(found.verdict)
     if (how.code or output is not None) and not job.modules:
         note("the modules are named as in the workload; capture your model to get its own names")
@@ -128,14 +126,3 @@ def _row(found: Comparison, k: int) -> dict[str, Any]:
         "gap": row.gap,
         "answer": k == found.answer,
     }
-
-
-def _print(title: str, found: Comparison) -> None:
-    shown = found.table(title)
-    table = Table(title=shown.title, header_style="dim")
-    for k, head in enumerate(shown.heads):
-        table.add_column(head, justify="right" if k else "left")
-    answer = found.by_memory.index(found.rows[found.answer])
-    for k, cells in enumerate(shown.rows):
-        table.add_row(*cells, style="bold green" if k == answer else None)
-    print_table(table)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from legato.cli.options import Json, check_file, check_installed, make_folder
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core.errors import InputError
+from legato.core.table import Column, Table
 
 if TYPE_CHECKING:
     from legato.lab.papers import Cell, Figure, Paper
@@ -90,16 +90,9 @@ def _known(chosen: list[Paper]) -> str:
 
 
 def _print_cells(title: str, cells: list[Cell]) -> None:
-    table = Table(title=title, header_style="dim")
-    for name in ("table", "row", "column"):
-        table.add_column(name)
-    for name in ("published", "ours", "ratio"):
-        table.add_column(name, justify="right")
-    for cell in cells:
-        published = "" if cell.published is None else f"{cell.published:.4g}"
-        ratio = "" if cell.ratio is None else f"{cell.ratio:.3f}"
-        table.add_row(cell.table, cell.row, cell.column, published, f"{cell.ours:.4g}", ratio)
-    print_table(table, keys=3)
+    columns = [Column(name, name) for name in ("table", "row", "column", "published", "ours")]
+    columns.append(Column("ratio", "ratio", "{:.3f}".format))
+    print_table(Table(title, cells, columns, keys=3))
 
 
 def _draw(one: Paper, figures: list[Figure], path: Path) -> None:
