@@ -6,7 +6,8 @@
     print(legato.simulate(workload, plan, cluster).iteration_s, legato.lower_bound(workload, cluster).seconds)
     model, optimizer = legato.distribute(DistributedDataParallel(model), optimizer, plan)
 
-Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`; `compare` several plans, `sweep` many clusters.
+Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`; `compare` several plans, `sweep` many clusters;
+`share` a network among jobs.
 Whole jobs: `job`, `predict`, `layouts`. Traces: `advise`. Pages and figures of all results: `report`.
 Train and measure, with PyTorch: `distribute`, `attachment`, `fully_shard`, `parameter_servers`, `capture`, `calibrate`.
 Files: `read`, `write`, `identity`.
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` loads, and types
     from legato.schedule.compare import compare
     from legato.simulator.flow import Fabric
     from legato.sweeps.anything import sweep
+    from legato.sweeps.share import share
     from legato.whole_jobs.layouts import layouts
     from legato.whole_jobs.step import predict
     from legato.zoo.jobs import job
@@ -95,6 +97,7 @@ __all__ = [
     "predict",
     "read",
     "report",
+    "share",
     "simulate",
     "sweep",
     "write",
@@ -120,6 +123,7 @@ _LAZY = {
     "lower_bound": "legato.schedule.bound.lower_bound",
     "predict": "legato.whole_jobs.step",
     "report": "legato.pages",
+    "share": "legato.sweeps.share",
     "sweep": "legato.sweeps.anything",
     **_WITH_TORCH,
 }

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from legato.core.axes import NETWORK
-from legato.core.errors import InputError, unknown_name
+from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.results import Results
 from legato.core.workload import Workload
 from legato.reports.model import SweepRow
 from legato.schedule import Scheduler
 from legato.simulator.flow import Fabric
-from legato.sweeps.grid import PLAIN, Grid
+from legato.sweeps.grid import PLAIN, Grid, check_axes
 from legato.sweeps.jobs import JobRow, sweep_jobs
 from legato.sweeps.run import sweep as sweep_grid
 
@@ -93,7 +93,7 @@ def sweep(what: Any, *, jobs: int | None = None, dask: str | None = None, progre
     options: dict[str, Any] = {} if whole[0] else {name: given.pop(name) for name in _OF_WORKLOADS if name in given}
     axes = {name: _several(value) for name, value in given.items()}
     parts = _OF_JOBS.get(fidelity or "flows", ())
-    _check(axes, [field for field, axis in _AXES.items() if not whole[0] or axis.part in parts])
+    check_axes(axes, [field for field, axis in _AXES.items() if not whole[0] or axis.part in parts])
     if whole[0]:
         names = [one.name for one in several]
         named = {
@@ -110,16 +110,6 @@ def sweep(what: Any, *, jobs: int | None = None, dask: str | None = None, progre
         iterations=options.get("iterations"),
     )
     return sweep_grid(grid, **how)
-
-
-def _check(axes: dict[str, tuple[Any, ...]], known: Sequence[str]) -> None:
-    for name, values in axes.items():
-        if name not in known:
-            raise unknown_name("axis", name, known)
-        for value in values:
-            kind = type(_AXES[name].usual)
-            if kind in (int, float) and (not isinstance(value, (int, kind)) or isinstance(value, bool)):
-                raise InputError(f"{name}: {value!r} (expected a {'whole ' if kind is int else ''}number)")
 
 
 def _several(value: Any) -> tuple[Any, ...]:

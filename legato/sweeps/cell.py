@@ -33,7 +33,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
     `lower_bound_s` is a proven bound for plans of this kind; only simulations by formulas have a bound. `parts` are the
-    parts of a whole job's step. `final` is False if another attempt might succeed.
+    parts of a whole job's step, and `case` is a row of `share`. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -43,6 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     utilization: float | None = None
     num_messages: int | None = None
     parts: dict[str, float] = {}
+    case: dict[str, Any] = {}
     error: str | None = None
     final: bool = True
 

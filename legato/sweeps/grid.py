@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -23,7 +23,7 @@ from legato.simulator.flow.fabrics import Fabric, check_options, fitting
 from legato.simulator.flow.iterations.run import check_iterations
 from legato.simulator.flow.network.disturbances import UNDISTURBED, parse_disturbances
 
-__all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
+__all__ = ["PLAIN", "THIS_RUN", "Cell", "Fidelity", "Grid", "check_axes", "fabric_names", "network_of"]
 
 Fidelity = Literal["formulas", "transfers"]
 
@@ -31,7 +31,7 @@ Fidelity = Literal["formulas", "transfers"]
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
 #: Part of the keys of cells with code of the user's own, so that every process runs them again: the code may change.
-_THIS_RUN = secrets.token_hex(8)
+THIS_RUN = secrets.token_hex(8)
 _FIELDS = [axis.field for axis in NETWORK]
 #: The axes in the order of the grid, slowest first: the reverse order of the table, except for the number of servers.
 _SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
@@ -43,6 +43,18 @@ def network_of(values: Mapping[str, Any]) -> Network:
     fields = {name: value for name, value in values.items() if name != SERVERS.field}
     disturbances = parse_disturbances(fields.pop("disturb"))
     return Network(**fields, disturbances=disturbances)
+
+
+def check_axes(axes: Mapping[str, tuple[Any, ...]], known: Sequence[str]) -> None:
+    """Raise `InputError` if an axis is not among the `known` fields, or has a value of another type."""
+    kinds = {axis.field: type(axis.usual) for axis in NETWORK}
+    for name, values in axes.items():
+        if name not in known:
+            raise unknown_name("axis", name, known)
+        for value in values:
+            kind = kinds[name]
+            if kind in (int, float) and (not isinstance(value, (int, kind)) or isinstance(value, bool)):
+                raise InputError(f"{name}: {value!r} (expected a {'whole ' if kind is int else ''}number)")
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +199,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                             axes=tuple(values[field] for field in _FIELDS),
                             iterations=iterations,
                             options=tuple(sorted(self.options.items())),
-                            own="" if isinstance(fabric, str) and isinstance(planner, str) else _THIS_RUN,
+                            own="" if isinstance(fabric, str) and isinstance(planner, str) else THIS_RUN,
                         )
 
     def parts(self, cell: Cell) -> tuple[str | Scheduler, str | Fabric]:

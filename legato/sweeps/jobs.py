@@ -9,15 +9,15 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core import __version__, files
-from legato.core.axes import NETWORK, Axis
+from legato.core.axes import NETWORK
 from legato.core.errors import InputError
 from legato.core.job import Job
-from legato.core.results import Results
 from legato.core.table import Column, Table
 from legato.reports.model import BreakdownChart, ModelReport
 from legato.simulator.flow import Network
 from legato.sweeps.cell import Outcome, attempt
 from legato.sweeps.journal import Journal
+from legato.sweeps.results import Swept
 from legato.sweeps.run import outcomes
 from legato.whole_jobs.flow.step import FlowStep, network_of, simulate
 from legato.whole_jobs.step import Step, predict, waits
@@ -67,7 +67,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
         return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
 
 
-class JobResults(Results[JobRow]):
+class JobResults(Swept[JobRow]):
     """The rows of a sweep of whole jobs by a fidelity; `jobs` has the jobs by name."""
 
     def __init__(self, rows: Iterable[JobRow], jobs: Mapping[str, Job], fidelity: str) -> None:
@@ -75,32 +75,15 @@ class JobResults(Results[JobRow]):
         self.jobs, self._fidelity = jobs, fidelity
 
     @property
-    def _axes(self) -> list[Axis]:
-        return [axis for axis in NETWORK if self and axis.field in self[0].axes]
-
-    @property
-    def _differing(self) -> list[Axis]:
-        """Return the axes on which the rows have different values."""
-        return [axis for axis in self._axes if len({row.axes[axis.field] for row in self}) > 1]
-
-    @property
     def same(self) -> str:
         """Return in words the values that all rows have in common."""
-        same = [axis for axis in self._axes if axis not in self._differing and axis.words]
-        said = "".join(f", {axis.say(axis.write(self[0].axes[axis.field]))}" for axis in same)
-        return f"{said}, by {self._fidelity}"
-
-    @property
-    def failed(self) -> list[str]:
-        """Return a line for each reason why cells have no result."""
-        errors = [row.error for row in self if row.error is not None]
-        return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]
+        return "".join(f", {words}" for words in [*self.in_common(), f"by {self._fidelity}"])
 
     def table(self, title: str = "", job: str | None = None) -> Table:
         """Return a table of the rows, or of the rows of one job."""
         columns = [
             *([Column("job", "job")] if job is None else []),
-            *(Column(axis.column, lambda row, axis=axis: row.axes[axis.field], axis.write) for axis in self._differing),
+            *self.columns(),
             Column("step", "step_s", missing="failed"),
             Column("speedup over the first", "speedup"),
             Column("utilization", "utilization"),
@@ -115,7 +98,7 @@ class JobResults(Results[JobRow]):
     def _section(self, name: str, job: Job) -> ModelReport:
         bars = [
             breakdown(
-                ", ".join(axis.say(axis.write(row.axes[axis.field])) for axis in self._differing) or "the network",
+                ", ".join(axis.say(axis.write(row.axes[axis.field])) for axis in self.differing) or "the network",
                 row.parts,
                 note=f"{row.speedup:.2f}x",
             )
@@ -124,7 +107,7 @@ class JobResults(Results[JobRow]):
         ]
         hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
         charts = (BreakdownChart(f"The step on each network{self.same}", hint, tuple(bars)),) if bars else ()
-        told = (self.table("networks: predicted", name), *self.failed)
+        told = (self.table("networks: predicted", name), *self.failures)
         return ModelReport(str(job), told=told, asides=tuple(caveats(predict(job))), breakdowns=charts)
 
 

@@ -34,7 +34,13 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
     else:
-        _write_csv(path, [row.columns for row in rows])
+        _write_csv(path, [flat for row in rows for flat in _flat(row.columns)])
+
+
+def _flat(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a row: one, or, for jobs that share a network, one for each job."""
+    jobs = columns.pop("jobs", None)
+    return [columns] if jobs is None else [columns | job for job in jobs]
 
 
 def _parquet(rows: Sequence[Row]) -> bytes:

@@ -29,13 +29,15 @@ def test_a_row_for_every_job(jobs, capsys):
     assert "memory of the fullest GPU" in err
     status, out, err = run(capsys, "simulate", *jobs, *SHARED, "--json")
     found = json.loads(out)
-    assert status == 0 and list(found) == ["window_s", "slowdown", "jobs"] and not err
-    for row, gpus in zip(found["jobs"], (32, 16), strict=True):
-        alone, beside = row["alone"], row["shared"]
-        assert alone["gpus"] == beside["gpus"] == gpus and row["steps"] >= 3
-        assert row["slowdown"] == pytest.approx(beside["step_s"] / alone["step_s"]) and row["slowdown"] > 1.01
-        assert row["shortest_s"] <= beside["step_s"] <= row["longest_s"]
-        assert sum(row["longer_s"].values()) == pytest.approx(beside["step_s"] - alone["step_s"])
+    assert status == 0 and not err
+    (case,) = found["cases"]
+    assert list(case) == ["case", "window_s", "slowdown", "jobs"] and case["slowdown"] > 1.01
+    for row, gpus in zip(case["jobs"], (32, 16), strict=True):
+        assert row["workers"] == gpus and row["iterations"] >= 3
+        assert row["slowdown"] == pytest.approx(row["iteration_s"] / row["alone_s"]) and row["slowdown"] > 1.01
+        assert row["shortest_s"] <= row["iteration_s"] <= row["longest_s"]
+        assert sum(row["parts"].values()) == pytest.approx(row["iteration_s"])
+        assert sum(row["longer_s"].values()) == pytest.approx(row["iteration_s"] - row["alone_s"])
         assert row["longer_s"]["tensor"] == pytest.approx(0, abs=1e-3) and max(row["longer_s"].values()) > 0.01
 
 
@@ -64,9 +66,9 @@ def test_a_wrapping_beside_a_job_and_another_wrapping(jobs, tmp_path, capsys):
     for other in (jobs[1], wrapped):
         status, out, err = run(capsys, "simulate", wrapped, other, *SHARED, "--json")
         assert status == 0, err
-        row = json.loads(out)["jobs"][0]
+        row = json.loads(out)["cases"][0]["jobs"][0]
         assert row["slowdown"] > 1.01 and row["longer_s"]["data"] > 0
-        assert sum(row["longer_s"].values()) == pytest.approx(row["shared"]["step_s"] - row["alone"]["step_s"])
+        assert sum(row["longer_s"].values()) == pytest.approx(row["iteration_s"] - row["alone_s"])
     status, out, err = run(capsys, "simulate", wrapped, jobs[1], *SHARED)
     assert status == 0 and "2 jobs on 32 x h100, 2 racks" in out and out.count(" data ") >= 2, err
     status, _, err = run(capsys, "simulate", wrapped, jobs[1], "--share", "-o", tmp_path / "t")
@@ -80,9 +82,10 @@ def test_a_wrapping_beside_a_job_and_another_wrapping(jobs, tmp_path, capsys):
 def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
     slow = ("--disturb", "link:5:4:0")
     rows = [
-        json.loads(run(capsys, "simulate", *jobs, "--share", *options, "--json")[1])["jobs"] for options in ((), slow)
+        json.loads(run(capsys, "simulate", *jobs, "--share", *options, "--json")[1])["cases"][0]["jobs"]
+        for options in ((), slow)
     ]
-    assert rows[0][0]["alone"] == rows[1][0]["alone"]
+    assert rows[0][0]["alone_parts"] == rows[1][0]["alone_parts"]
     assert rows[0][0]["slowdown"] == pytest.approx(1) and rows[1][0]["slowdown"] > 1.01
     assert rows[1][1]["slowdown"] == pytest.approx(1)
     status, _, err = run(capsys, "simulate", *jobs, "--share", "--disturb", "link:5:4:0:1us", "--json")
@@ -94,7 +97,7 @@ def test_a_slow_link_counts_beside_the_other_job_only(jobs, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hosts", "together"], "--hosts: together (expected packed, spread or random"),
+        (["--hosts", "together"], "hosts: together (expected packed, spread or random"),
         (["--priority", "2,1"], "--priority: does not apply to a whole job"),
         (["--workers", 8], "--workers: does not apply to a whole job"),
         (["--fabric", "ring"], "--fabric: does not apply to a whole job"),
@@ -122,4 +125,4 @@ def test_other_machines_and_other_files_are_refused(jobs, workload, tmp_path, ca
         assert status == 2 and message in err and err.count("\n") == 1
     same = ("--bandwidth", "200Gbit", "--local-bandwidth", "2400Gbit", "--iterations", 1, "--json")
     status, out, err = run(capsys, "simulate", jobs[0], tmp_path / "c.json", "--share", *same)
-    assert status == 0 and len(json.loads(out)["jobs"]) == 2, err
+    assert status == 0 and len(json.loads(out)["cases"][0]["jobs"]) == 2, err

@@ -52,7 +52,7 @@ def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tm
     assert "finished cells" not in err
 
 
-def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys, workload):
+def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys, workload, tmp_path):
     """Spread over two racks, whose links above are as fast as the hosts', half as fast, and a quarter."""
     mix = (workload, workload, "--share", "--workers", "4,2", "--fabric", "ring", "--hosts", "spread", "--racks", 2)
     more = ("--iterations", 5, "--spines", 1, "--oversubscription")
@@ -65,14 +65,21 @@ def test_a_mix_of_jobs_on_several_networks_is_what_simulate_says_of_each(capsys,
     assert len({row["utilization"] for row in found}) == 3
     status, out, _ = run(capsys, "sweep", *mix, *more, "2,4")
     assert status == 0 and "2 jobs on 2 networks" in out and "2:1" in out and "4:1" in out and "computing" in out
+    rows, page = tmp_path / "rows.csv", tmp_path / "page.html"
+    status, _, _ = run(capsys, "sweep", *mix, *more, "1,2", "-o", rows)
+    lines = rows.read_text().splitlines()
+    assert status == 0 and len(lines) == 5 and "iteration_s" in lines[0]
+    status, out, err = run(capsys, "sweep", *mix, *more, "1,2,4", "-o", rows, "--report", page, "--json")
+    assert status == 0 and "2 finished cells" in err and json.loads(out) == found
+    assert "2 jobs on 3 networks" in page.read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--share", "-o", "x.csv"), "--output: does not apply to jobs that share networks"),
+        (("--share", "-o", "x.parquet"), "--output x.parquet: .parquet (expected .csv, .html"),
+        (("--share", "--racks", "1,99"), "racks: 99 (expected 1 to the 16 workers)"),
         (("--share", "--servers", 2), "--servers: does not apply to jobs that share networks"),
-        (("--share", "--jobs", 1), "--jobs: does not apply to jobs that share networks"),
         (("--share", "--workers", "1,2,3"), "3 values for 2 jobs"),
         (("--share", "--fabric", "all"), "'all' (expected, with --share, one fabric for all jobs, or one each)"),
         (("--share", "--fidelity", "formulas"), "does not apply to --fidelity formulas"),

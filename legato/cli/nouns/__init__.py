@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from legato.cli.nouns import job, program, shared, shared_jobs, workload
+from legato.cli.nouns import job, program, shared, workload
 from legato.cli.options import Options
 from legato.core import files
 from legato.core.errors import InputError
@@ -20,20 +19,22 @@ from legato.core.workload import Workload
 
 __all__ = ["faces", "run"]
 
-#: For each noun, alone (False) or sharing a network (True): the module with its faces, and the noun in words.
-_FACES: dict[tuple[type, bool], tuple[ModuleType, str]] = {
-    (Workload, False): (workload, "one job (expected --share)"),
-    (Workload, True): (shared, "jobs that share networks"),
-    (Job, False): (job, "a whole job"),
-    (Job, True): (shared_jobs, "a whole job"),
-    (Program, False): (program, "a program"),
-    (Program, True): (shared_jobs, "a program"),
+Faces = dict[str, Callable[..., None]]
+_SHARED_JOBS: Faces = {"simulate": shared.simulate_jobs}
+#: For each noun, alone (False) or sharing a network (True): its faces by verb, and the noun in words.
+_FACES: dict[tuple[type, bool], tuple[Faces, str]] = {
+    (Workload, False): ({"simulate": workload.simulate, "sweep": workload.sweep}, "one job (expected --share)"),
+    (Workload, True): ({"simulate": shared.simulate, "sweep": shared.sweep}, "jobs that share networks"),
+    (Job, False): ({"simulate": job.simulate, "sweep": job.sweep}, "a whole job"),
+    (Job, True): (_SHARED_JOBS, "a whole job"),
+    (Program, False): ({"simulate": program.simulate}, "a program"),
+    (Program, True): (_SHARED_JOBS, "a program"),
 }
 
 
 def faces(verb: str) -> list[Callable[..., None]]:
     """Return the faces of this verb: for each noun, the function that applies the verb to it."""
-    return [getattr(module, verb) for module, _ in _FACES.values() if hasattr(module, verb)]
+    return [every[verb] for every, _ in _FACES.values() if verb in every]
 
 
 def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
@@ -45,10 +46,10 @@ def run(verb: str, paths: list[Path], options: Options, *, share: bool) -> None:
     data = [files.load(path) for path in paths]
     kinds = [next((kind for kind in (Job, Program) if files.holds(one, kind)), Workload) for one in data]
     kind = min(kinds, key=[Job, Program, Workload].index)
-    (_, single), (module, words) = _FACES[kind, False], _FACES[kind, share]
-    if other := next((path for path, own in zip(paths, kinds, strict=True) if _FACES[own, share][0] != module), None):
+    (_, single), (every, words) = _FACES[kind, False], _FACES[kind, share]
+    if other := next((path for path, own in zip(paths, kinds, strict=True) if _FACES[own, share][0] != every), None):
         raise InputError(f"{other}: together with {single.removeprefix('a ')}s (expected only one kind)")
-    face = getattr(module, verb, None)
+    face = every.get(verb)
     if face is None:
         raise InputError(f"{'--share' if share else verb}: does not apply to {words}")
     if face in (job.simulate, program.simulate) and len(paths) > 1:

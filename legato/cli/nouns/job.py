@@ -290,7 +290,7 @@ def _show(found: JobResults) -> None:
     print_table(dataclasses.replace(table, rows=table.rows[:MOST_SHOWN]))
     if len(found) > MOST_SHOWN:
         note(f"the first {MOST_SHOWN} of {len(found):,} are shown (--json and -o have all)")
-    for line in found.failed:
+    for line in found.failures:
         note(line)
 
 

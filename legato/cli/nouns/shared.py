@@ -1,17 +1,19 @@
-"""Workloads as jobs that share a network: `legato simulate --share`, and `legato sweep --share` on many networks."""
+"""Jobs that share a network: `legato simulate --share`, and `legato sweep --share` of workloads on many networks."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from msgspec.structs import replace
+
 from legato.cli.axes import FabricOptions, NetworkOptions, SweptOptions, note_machine
-from legato.cli.nouns.running import Cells, Simulated
+from legato.cli.nouns.job import OfMachine, said
+from legato.cli.nouns.running import Cells, Running, Simulated, Written
 from legato.cli.options import (
+    Fidelity,
+    Iterations,
     Json,
     TimelineOutput,
     fabric_of,
@@ -24,25 +26,22 @@ from legato.cli.options import (
     timeline_paths,
     whole,
 )
-from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table, progress
+from legato.cli.output import fidelity_of, note, note_unseen, print_json, print_table
 from legato.core import files
-from legato.core.axes import BY_NAME, NETWORK
+from legato.core.axes import BY_NAME
 from legato.core.errors import InputError
+from legato.core.job import Job
 from legato.core.plan import Plan
+from legato.core.program import Program
 from legato.core.quantities import parse_seconds
-from legato.core.table import Column, Table
 from legato.core.text import count
-from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Network, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
+    from legato.sweeps.share import Shared
 
-__all__ = ["Places", "simulate", "sweep"]
-
-#: The largest number of cells in a sweep; each takes a second or more.
-_MOST_CELLS = 1000
+__all__ = ["Places", "simulate", "simulate_jobs", "sweep"]
 
 
 @dataclass(frozen=True)
@@ -91,42 +90,85 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Simulate jobs that share a network, and print how much they slow each other down."""
-    from legato.simulator.flow import SharedNetwork
+    from legato.sweeps.share import share
 
     what.check()
-    _check_links(what.fidelity)
     plans = [] if what.plan is None else [Path(path) for path in split(str(what.plan))]
-    counts = one_each("workers", given.axes.get("workers"), len(workloads), whole, None)
-    machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
-    workers = [machines.cluster.workers if one is None else one for one in counts]
-    if min(workers) < 1:
-        raise InputError(f"workers: {min(workers)} (expected at least 1)")
-    network = _network(workers, given.values(machines.cluster), how)
-    options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
     make_timelines(output, len(workloads), [*paths, *plans, *given.files])
-    priorities = {"equal": [0] * len(workloads)}
-    if how.priority is not None:
-        priorities["given"] = one_each("priority", how.priority, len(workloads), whole, 0)
-    shared, number = _shared(workloads, workers, network, what, how, options)
-    jobs = shared.jobs
-    rows = _rows(shared, priorities)
-    best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
+    number = len(workloads)
+    counts = one_each("workers", given.axes.get("workers"), number, whole, None)
+    machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
+    found = share(
+        workloads,
+        **_each_job(what, number),
+        workers=[machines.cluster.workers if one is None else one for one in counts],
+        plan=[files.read(path, Plan) for path in plans] if plans else None,
+        priority=None if how.priority is None else one_each("priority", how.priority, number, whole, 0),
+        hosts=how.how,
+        shift_s=one_each("shift", how.shift, number, parse_seconds, 0.0),
+        options=options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {}),
+        **{field: value for field, value in given.values(machines.cluster).items() if field not in _OF_JOBS},
+    )
+    words = [f"{count(number, 'job')} on {machines.describe_shared(found.network)}", how.how, "by transfers"]
+    _show(found, ", ".join([*words, *in_flight_words(found.fabrics)]), output, "", json)
+    if not json:
+        note_machine(machines.machine)
+
+
+def simulate_jobs(
+    paths: list[Path],
+    given: list[Job | Program],
+    /,
+    machine: OfMachine,
+    places: Places,
+    fidelity: Fidelity = None,
+    iterations: Iterations = None,
+    output: TimelineOutput = None,
+    json: Json = False,
+) -> None:
+    """Print how long the steps of whole jobs and programs take on a network that they share."""
+    from legato.sweeps.share import share
+    from legato.whole_jobs.step import predict
+    from legato.whole_jobs.told import caveats
+    from legato.zoo.presets import machine_named
+
+    if len(given) == 1:
+        raise InputError(f"--share: does not apply to a {'whole job' if isinstance(given[0], Job) else 'program'}")
+    _check_links(fidelity, "flows")
+    if output is not None and any(isinstance(one, Program) for one in given):
+        raise InputError("--output: a program has no timeline (expected whole jobs)")
+    make_timelines(output, len(given), paths)
+    jobs = [replace(one, machine=machine.on(one.machine)) if isinstance(one, Job) else one for one in given]
+    links = next((job.machine for job in jobs if isinstance(job, Job)), None) or machine.on(machine_named("h100"))
+    shift_s = one_each("shift", places.shift, len(jobs), parse_seconds, 0.0)
+    switches = {axis.field: value for axis, value in machine.of("switches").items()}
+    found = share(jobs, hosts=places.how, shift_s=shift_s, iterations=iterations, machine=links, **switches)
+    if not json:
+        for job in {job.name: job for job in jobs if isinstance(job, Job)}.values():
+            for caveat in caveats(predict(job)):
+                note(f"{job.name}: {caveat}")
+    title = f"{count(len(jobs), 'job')} on {found.network.workers:,} x {links.name}{said(machine)}"
+    _show(found, f"{title}, {places.how}, by flows", output, said(machine).removeprefix(", "), json)
+
+
+def _show(found: Shared, title: str, output: Path | None, network: str, json: bool) -> None:
+    """Print the cases, or write them as JSON; write the jobs' timelines to a folder."""
+    windows_s = {case["case"]: case["window_s"] for case in found.rows if "undisturbed" not in case["case"]}
+    note_unseen(windows_s, found.network.disturbances)
     if output is not None:
-        _write(output, shared, best)
-    if network.disturbances:
-        note_unseen({row["case"]: row["window_s"] for row in rows}, network.disturbances)
-        quiet = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), priorities)
-        rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
+        paths, written = timeline_paths(output, len(found.rows[0]["jobs"])), []
+        for path, timeline in zip(paths, found.timelines(), strict=True):
+            if timeline is not None:  # a job that starves has none
+                files.write(path, replace(timeline, network=network))
+                written.append(str(path))
+        note(f"timelines of the jobs -> {output} (legato report {' '.join(written)} shows them)")
     if json:
-        print_json({"cases": rows})
-        return
-    note_machine(machines.machine)
-    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.how, "by transfers"]
-    words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
-    print_table(_table(", ".join(words), rows))
+        print_json({"cases": found.rows})
+    else:
+        print_table(found.table(title))
 
 
-def sweep(
+def sweep(  # noqa: PLR0913
     paths: list[Path],
     workloads: list[Workload],
     /,
@@ -134,199 +176,47 @@ def sweep(
     given: SweptOptions,
     options: FabricOptions,
     how: Hosts,
+    written: Written,
+    running: Running,
     json: Json = False,
 ) -> None:
     """Simulate a mix of jobs on every network, and print a row for each; `--workers` has the workers of each job."""
-    _check_links(cells.fidelity)
+    from legato.sweeps.share import sweep_shared
+
+    written.check(paths, ".csv", ".html")
     if "servers" in given.axes:
         raise InputError("--servers: does not apply to jobs that share networks")
-    how = Timed(hosts=how.hosts)
-    what = Simulated(cells.fabric, None, cells.iterations, cells.scheduler)
     default = BY_NAME["workers"].usual
     workers = [n or default for n in one_each("workers", given.axes.get("workers"), len(workloads), whole, default)]
-    axes = {field: values for field, values in given.several().items() if field not in ("workers", "servers")}
-    networks = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
-    if len(networks) > _MOST_CELLS:
-        raise InputError(f"{len(networks):,} networks (expected at most {_MOST_CELLS:,})")
-    found = []
-    with progress("sweeping") as advance:
-        for done, values in enumerate(networks):
-            advance(done, len(networks))
-            network = _network(workers, values, how)
-            shared, _ = _shared(workloads, workers, network, what, how, options)
-            (row,) = _rows(shared, {"equal": [0] * len(workloads)})
-            found.append(values | {key: value for key, value in row.items() if key != "case"})
-    if json:
-        print_json(found)
-        return
-    note_machine(given.named())
-    swept = [axis for axis in NETWORK if len(axes.get(axis.field, ())) > 1]
-    same = [
-        axis.say(axis.write(networks[0][axis.field]))
-        for axis in NETWORK
-        if axis.words and axis not in swept and axis.field in axes and networks[0][axis.field] != axis.usual
-    ]
-    title = [f"{count(len(workloads), 'job')} on {count(len(networks), 'network')}", *same, how.how]
-    columns = [
-        *(Column(axis.column, axis.field) for axis in swept),
-        *(
-            Column(f"{job['job']} on {job['workers']}", _iteration_of(j), format_seconds, missing="starves")
-            for j, job in enumerate(found[0]["jobs"])
-        ),
-        Column("slowdown", "slowdown", missing="starves"),
-        Column("computing", "utilization"),
-    ]
-    print_table(Table(", ".join(title), found, columns, keys=max(1, len(swept))))
+    axes = {field: values for field, values in given.several().items() if field not in _OF_JOBS}
+    settings = _each_job(cells, len(workloads)) | {"workers": workers, "hosts": how.how, "options": options}
+    with running.cells(written.first) as kept:
+        found = sweep_shared(workloads, axes, settings, **kept)
+
+    def show() -> None:
+        note_machine(given.named())
+        jobs, networks = count(len(workloads), "job"), count(len(found), "network")
+        print_table(found.table(", ".join([f"{jobs} on {networks}", *found.in_common(usual=False), how.how])))
+        for line in found.failures:
+            note(line)
+
+    written.rows(found, show, json)
 
 
-def _iteration_of(job: int) -> Callable[[dict[str, Any]], float | None]:
-    return lambda row: row["jobs"][job]["iteration_s"]
+#: The axes that belong to the jobs, not to their network.
+_OF_JOBS = ("workers", "servers")
 
 
-def _check_links(fidelity: str | None) -> None:
-    if fidelity_of(fidelity, "transfers") == "formulas":
-        raise InputError("--share: does not apply to --fidelity formulas (expected --fidelity transfers)")
-
-
-def _network(workers: Sequence[int], values: dict[str, Any], how: Hosts) -> Network:
-    """Return the network with these properties (`values`), and with hosts for all workers of the jobs."""
-    from legato.simulator.flow.shared.placement import num_hosts
-    from legato.sweeps.grid import network_of
-
-    in_a_host = max(1, values["gpus_per_host"])  # the network refuses less than 1
-    return network_of(values | {"workers": in_a_host * num_hosts(workers, how.how, in_a_host), "servers": 1})
-
-
-def _shared(
-    workloads: Sequence[Workload],
-    workers: Sequence[int],
-    network: Network,
-    what: Simulated,
-    how: Timed,
-    options: dict[str, Any],
-) -> tuple[SharedNetwork, int]:
-    """Return the jobs on their shared network, and the number of iterations to simulate."""
-    from legato.simulator.flow import SharedNetwork
-    from legato.simulator.flow.shared.jobs import ITERATIONS
-    from legato.simulator.flow.shared.placement import check_taken
-
-    jobs = _jobs(workloads, workers, network, what, how, options)
-    check_taken({host for job in jobs for host in job.hosts}, network)
-    number = ITERATIONS if what.iterations is None else what.iterations
-    return SharedNetwork(jobs, network, iterations=number), number
-
-
-def _jobs(
-    workloads: Sequence[Workload],
-    workers: Sequence[int],
-    network: Network,
-    what: Simulated,
-    how: Timed,
-    options: dict[str, Any],
-) -> list[SharedJob]:
-    from legato.simulator.flow import SharedJob, place
-    from legato.simulator.flow.fabrics import check_options, fitting, label
-    from legato.simulator.flow.iterations.run import check_flow_plan
-    from legato.sweeps.cell import plan_for
-
-    count, titles = len(workloads), [one.name for one in workloads]
-    names = one_each("fabric", what.fabric, count, fabric_of, "")
-    if "all" in names:
+def _each_job(cells: Cells, jobs: int) -> dict[str, Any]:
+    """Return the fabric and the scheduler of each job, and the number of iterations."""
+    _check_links(cells.fidelity, "transfers")
+    fabrics = one_each("fabric", cells.fabric, jobs, fabric_of, "")
+    if "all" in fabrics:
         raise InputError("--fabric: 'all' (expected, with --share, one fabric for all jobs, or one each)")
-    check_options(names, options)
-    fabrics = [fitting(name, options) for name in names]
-    hosts = place(workers, how.how, network)
-    schedulers = one_each("scheduler", what.scheduler, count, scheduler_of, "plain")
-    plans: list[str | None] = [*one_each("plan", None if what.plan is None else str(what.plan), count, str, "")]
-    shift_s = one_each("shift", how.shift, count, parse_seconds, 0.0)
-    jobs = []
-    for j, workload in enumerate(workloads):
-        name = f"{workload.name} {j + 1}" if titles.count(workload.name) > 1 else workload.name
-        plan = files.read(path, Plan) if (path := plans[j]) else None
-        if plan is not None:
-            check_flow_plan(plan)
-        job = SharedJob(
-            name=name,
-            workload=workload,
-            hosts=hosts[j],
-            fabric=fabrics[j],
-            plan=plan,
-            shift_s=shift_s[j],
-        )
-        if schedulers[j] != "plain":
-            machines = job.machines(network, j)
-            job = replace(job, plan=plan_for(schedulers[j], workload, label(names[j]), fabrics[j], machines))
-        jobs.append(job)
-    return jobs
+    schedulers = one_each("scheduler", cells.scheduler, jobs, scheduler_of, "plain")
+    return {"fabric": fabrics, "scheduler": schedulers, "iterations": cells.iterations}
 
 
-def _rows(shared: SharedNetwork, priorities: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Return a row for each case: jobs with equal and with given priorities."""
-    rows = []
-    for name, levels in priorities.items():
-        times = shared.run(levels)
-        each = zip(times.jobs, levels, shared.jobs, strict=True)
-        jobs = [
-            {
-                "job": one.name,
-                "workers": one.workers,
-                "priority": level,
-                "shift_s": own.shift_s,
-                "alone_s": one.alone_s,
-                "iteration_s": one.iteration_s,
-                "slowdown": one.slowdown,
-                "shortest_s": one.shortest_s,
-                "longest_s": one.longest_s,
-                "iterations": one.iterations,
-                "utilization": one.utilization,
-            }
-            for one, level, own in each
-        ]
-        row = {"case": name, "window_s": [times.begin_s, times.end_s], "slowdown": _finite(times.slowdown)}
-        rows.append({**row, "utilization": times.utilization, "jobs": jobs})
-    return rows
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-#: The heads of the columns of simulated jobs, by the keys of their values.
-_HEADS = {
-    "case": "case",
-    "job": "job",
-    "workers": "workers",
-    "priority": "priority",
-    "shift_s": "shift",
-    "alone_s": "alone",
-    "iteration_s": "shared",
-    "slowdown": "slowdown",
-    "shortest_s": "shortest",
-    "longest_s": "longest",
-    "iterations": "iterations",
-    "utilization": "utilization",
-}
-
-
-def _table(title: str, cases: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with a row for each job in each case, and a row for all jobs of a case."""
-    rows: list[dict[str, Any]] = []
-    sums = []
-    for case in cases:
-        begin_s, end_s = map(format_seconds, case["window_s"])
-        workers = sum(job["workers"] for job in case["jobs"])
-        every = case | {"job": f"all, from {begin_s} to {end_s}", "workers": workers}
-        rows += [*({"case": case["case"]} | job for job in case["jobs"]), every]
-        sums.append(len(rows) - 1)
-    columns = [Column(head, key, missing="starves") for key, head in _HEADS.items()]
-    return Table(title, rows, columns, sums=sums, keys=2)
-
-
-def _write(folder: Path, shared: SharedNetwork, best: dict[str, Any]) -> None:
-    jobs = best["jobs"]
-    times = shared.run([job["priority"] for job in jobs])
-    every = zip(timeline_paths(folder, len(jobs)), times.jobs, strict=True)
-    written = [path for path, job in every if job.iteration_s is not None]  # a job that starves has no timeline
-    for path, timeline in zip(written, times.timelines(), strict=True):
-        files.write(path, timeline)
-    note(f"{best['case']}: timelines -> {folder} (legato report {' '.join(map(str, written))} shows them)")
+def _check_links(fidelity: str | None, detailed: Literal["transfers", "flows"]) -> None:
+    if fidelity_of(fidelity, detailed) == "formulas":
+        raise InputError(f"--share: does not apply to --fidelity formulas (expected --fidelity {detailed})")
