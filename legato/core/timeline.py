@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import html
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from legato.core.errors import InputError
+from legato.core.intervals import Intervals
 from legato.core.text import count, one_line, shorten
 from legato.core.units import Int64, format_bytes, format_seconds
 
@@ -109,32 +109,31 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         """Return `predicted` or `one measured iteration` (other iterations may have taken more or less time)."""
         return "one measured iteration" if self.source == "measured" else self.source
 
-    def _covered(self, communication: bool) -> list[tuple[float, float]]:
+    def _covered(self, *, communication: bool) -> Intervals:
         first = min((s.worker for s in self.spans), default=0)
-        return merge_intervals(
+        return Intervals(
             (s.start_s, s.end_s) for s in self.spans if s.worker == first and (s.kind == "message") == communication
         )
 
     @property
     def communication_s(self) -> float:
         """Return N: the seconds in which the network is busy."""
-        return _length(self._covered(communication=True))
+        return self._covered(communication=True).seconds
 
     @property
     def computation_s(self) -> float:
         """Return C: the seconds in which the worker computes."""
-        return _length(self._covered(communication=False))
+        return self._covered(communication=False).seconds
 
     @property
     def exposed_comm_s(self) -> float:
         """Return the seconds in which the network is busy and the worker computes nothing."""
-        busy, compute = self._covered(communication=True), self._covered(communication=False)
-        return _length(merge_intervals(busy + compute)) - _length(compute)
+        return self._covered(communication=True).beyond(self._covered(communication=False))
 
     @property
     def overlap(self) -> float:
         """Return the overlap: the time in which network and worker are both busy, divided by the lesser of N and C."""
-        return overlap(self._covered(communication=True), self._covered(communication=False))
+        return self._covered(communication=True).overlap(self._covered(communication=False))
 
     @property
     def utilization(self) -> float:
@@ -146,33 +145,6 @@ def overlap_coefficient(communication_s: float, computation_s: float, iteration_
     """Return alpha = (N + C - T) / min(N, C) of times in seconds (TicTac, section 3.2); 0 if nothing can overlap."""
     least = min(communication_s, computation_s)
     return (communication_s + computation_s - iteration_s) / least if least > 0 else 0.0
-
-
-def overlap(communication: Sequence[tuple[float, float]], computation: Sequence[tuple[float, float]]) -> float:
-    """Return the time that two lists of intervals share, divided by the shorter total time (0 if a list is empty).
-
-    The intervals of each list are disjoint. If communication, computation or both run at every moment, the overlap is
-    TicTac's coefficient alpha. The overlap is never below 0 or above 1.
-    """
-    n, c = _length(communication), _length(computation)
-    either = _length(merge_intervals([*communication, *computation]))
-    return overlap_coefficient(n, c, min(either, n + c))
-
-
-def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of intervals as sorted, disjoint intervals."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return math.fsum(end - start for start, end in intervals)
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:

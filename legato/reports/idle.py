@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from legato.core.intervals import Intervals
 from legato.core.plan import Plan
-from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.core.timeline import Span, Timeline
 from legato.core.units import format_seconds
 
 __all__ = ["Wait", "drawn_worker", "idle_causes", "idle_costs", "idle_gaps", "idle_sentence", "waits"]
@@ -44,11 +45,9 @@ def drawn_worker(timeline: Timeline) -> int:
 
 def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
     """Return (start, end) in seconds of every gap in a worker's computation, from 0 to the end of the iteration."""
-    computing = merge_intervals(
-        (s.start_s, s.end_s) for s in timeline.spans if s.worker == worker and s.kind != "message"
-    )
+    spans = ((s.start_s, s.end_s) for s in timeline.spans if s.worker == worker and s.kind != "message")
     gaps, at = [], 0.0
-    for start, end in [*computing, (timeline.iteration_s, timeline.iteration_s)]:
+    for start, end in [*Intervals(spans).parts, (timeline.iteration_s, timeline.iteration_s)]:
         if min(start, timeline.iteration_s) > at + _ROUNDING * timeline.iteration_s:
             gaps.append((at, min(start, timeline.iteration_s)))
         at = max(at, end)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
-from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.core.intervals import Intervals
+from legato.core.timeline import Span, Timeline
 
 
 def timeline(iteration_s, compute, messages, worker=0):
@@ -82,7 +83,7 @@ def test_metrics_agree_with_counting_moments(compute, messages):
 
 @given(intervals)
 def test_merged_intervals_are_sorted_disjoint_and_cover_the_same(spans):
-    merged = merge_intervals(spans)
+    merged = Intervals(spans).parts
     assert all(b < c for (_, b), (c, _) in itertools.pairwise(merged))
     assert {m for a, b in merged for m in range(a, b)} == {m for a, b in spans for m in range(a, b)}
 

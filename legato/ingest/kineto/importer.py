@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -14,27 +13,26 @@ from typing import NamedTuple, Protocol
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.text import count
-from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
+from legato.core.timeline import Span, SpanKind, Timeline
 from legato.core.units import format_seconds
-from legato.core.workload import Phase, Workload
+from legato.core.workload import Workload
 from legato.ingest.assemble import assemble
 from legato.ingest.communications import Joint, matched
 from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
+from legato.ingest.kineto.measure import computing, measure
 from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, transfers_of, trim
 from legato.ingest.kineto.trace.events import STRAY, HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.names import Transfers
 from legato.ingest.source import Progress, one_line, refusals_name_files, title_of
-from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, TracedTransfer, Whole
+from legato.ingest.traced import Gradient, Imported, Notes, RankMeasure, TracedOp, TracedTransfer, Whole
 
 __all__ = ["Graph", "import_kineto"]
 
 #: From a long trace, only steps in the middle are read, with about this number of events in all.
 _MOST_EVENTS = 400_000
-#: Smaller differences of times are rounding errors: the finest times in a trace are nanoseconds.
-_ROUNDING_S = 1e-12
 _DIGITS = 10
 #: Operators and kernels that clip gradients by their norm, or check them for `GradScaler`.
 _ALL_GRADIENTS = re.compile("norm|non_finite", re.IGNORECASE)
@@ -120,7 +118,7 @@ def _on_all_ranks(
 def _measured(whole: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> _Step:
     waits_known = _set_waits(whole, traces, notes)
     trimmed = {r: trim(s) for r, s in whole.items()}
-    return _Step(whole, trimmed, {r: _measure(r, s, waits_known) for r, s in trimmed.items()})
+    return _Step(whole, trimmed, {r: measure(r, s, waits_known) for r, s in trimmed.items()})
 
 
 def _imported(
@@ -396,86 +394,6 @@ def _waited(steps: dict[int, TracedStep], joints: Sequence[Joint]) -> dict[int, 
     return waited
 
 
-def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
-    ops = _computing(step)
-    computing = _within(step, [*((o.start_s, o.end_s) for o in ops), *step.foreign])
-    by_kind: dict[tuple[str, Phase | None], list[tuple[float, float]]] = {}
-    for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
-        by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
-            (transfer.began_s, transfer.end_s)
-        )
-    for kind, start, end in step.foreign_transfers:  # collectives of other steps that run during this step
-        by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
-    carrying = _within(step, [span for spans in by_kind.values() for span in spans])
-    late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
-    waiting = _within(step, list(step.waits))
-    c, t = _length(computing), step.length_s
-    union = _length(merge_intervals(computing + carrying))
-    with_late = _length(merge_intervals(computing + carrying + late))
-    busy = _length(merge_intervals(computing + carrying + late + waiting))
-    waited = _beyond(busy, with_late)
-    n = _length(carrying) + waited
-    host = math.fsum(o.duration_s + o.gap_s for o in ops)
-    hidden = n - math.fsum(o.stalled_s for o in step.ops)
-    order = sorted(by_kind, key=lambda kind: (kind[0], kind[1] != "forward", kind[1] or ""))
-    kinds = [_of_kind(*kind, _within(step, by_kind[kind]), computing) for kind in order]
-    if waited:
-        kinds.append(KindTimes("wait", waited, waited))
-    return RankMeasure(
-        rank=rank,
-        step=step.interval.name,
-        iteration_s=t,
-        computation_s=c,
-        communication_s=n,
-        waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
-        exposed_waiting_s=_beyond(with_late, union),
-        idle_s=_beyond(t, busy),
-        undelayed_s=t - math.fsum(o.late_s for o in step.ops),
-        exposed_comm_s=_beyond(union, c) + waited,
-        rho=_ratio(n, c),
-        overlap=overlap_coefficient(n, c, t),
-        utilization=_ratio(c, t, empty=1.0),
-        host_overlap=_ratio(hidden, min(n, host)),
-        kinds=tuple(kinds),
-    )
-
-
-def _ratio(part_s: float, whole_s: float, empty: float = 0.0) -> float:
-    return part_s / whole_s if whole_s > 0 else empty
-
-
-def _kind(kind: str, phase: Phase) -> tuple[str, Phase | None]:
-    return kind, phase if kind == "all_gather" else None
-
-
-def _of_kind(
-    kind: str, phase: Phase | None, spans: list[tuple[float, float]], computing: list[tuple[float, float]]
-) -> KindTimes:
-    exposed_s = _beyond(_length(merge_intervals(computing + spans)), _length(computing))
-    return KindTimes(kind, _length(spans), exposed_s, phase)
-
-
-def _beyond(whole_s: float, part_s: float) -> float:
-    """Return the difference of two times, or 0 if the difference is below 0 or a rounding error."""
-    return whole_s - part_s if whole_s - part_s > _ROUNDING_S else 0.0
-
-
-def _computing(step: TracedStep) -> list[TracedOp]:
-    """Return the ops that are not transfers."""
-    transfers = {(t.name, t.end_s) for t in step.transfers}
-    return [op for op in step.ops if (op.name, op.end_s) not in transfers]
-
-
-def _within(step: TracedStep, intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the intervals, cut off at the step's begin and end."""
-    clipped = ((max(a, step.begin_s), min(b, step.end_s)) for a, b in intervals)
-    return merge_intervals((a, b) for a, b in clipped if a < b)
-
-
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return math.fsum(b - a for a, b in intervals)
-
-
 def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: RankMeasure) -> Timeline:
     """Return the step on all ranks, the chosen rank first, as an iteration that begins with the backward pass.
 
@@ -500,7 +418,7 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
     for worker, r in enumerate(order):
         step, shift = steps[r], shifts[r] - shifts[chosen]
-        for op in _computing(step):
+        for op in computing(step):
             add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
         for number, t in enumerate(step.transfers):
             add(worker, "network", f"{t.kind} {number:02}", t.began_s + shift, t.end_s + shift, "message", t.nbytes)

@@ -16,7 +16,6 @@ started earlier than its kernel only if the kernel waited for earlier work on it
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import statistics
 from collections import deque
@@ -27,9 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from legato.core.errors import InputError
+from legato.core.intervals import Intervals
 from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.core.text import count
-from legato.core.timeline import merge_intervals
 from legato.ingest.communications import Joint, check, communications, matched, numbered
 from legato.ingest.kineto.step import ROUNDING_S, TracedStep, transfers_of
 from legato.ingest.names import GROUPED, ranks_in_words
@@ -143,9 +142,7 @@ class _Walk:
         order = sorted(range(len(step.ops)), key=lambda i: step.ops[i].start_s)
         self.ops = [step.ops[i] for i in order]
         self.host_s: list[float] = step.host_s[order].tolist()
-        self.busy = merge_intervals((op.start_s, op.end_s) for op in self.ops)
-        self.busy_ends = [end for _, end in self.busy]
-        self.sums = [0.0, *itertools.accumulate(end - start for start, end in self.busy)]
+        self.busy = Intervals((op.start_s, op.end_s) for op in self.ops)
 
     def actions(self, late_s: float) -> list[Action]:
         """Return the actions of the rank, which begins `late_s` after the first rank."""
@@ -179,18 +176,12 @@ class _Walk:
         """Add the computation and the idle time between two moments, and return the later moment."""
         if until <= since + ROUNDING_S:
             return max(since, until)
-        busy = self._busy(until) - self._busy(since)
+        busy = self.busy.within(since, until).seconds
         if busy > 0:
             result.append(Compute(busy))
         if self.keep_idle and (idle := until - since - busy) > ROUNDING_S:
             result.append(Compute(idle, "idle"))
         return until
-
-    def _busy(self, moment: float) -> float:
-        """Return the seconds of computation up to a moment."""
-        k = bisect.bisect_right(self.busy_ends, moment)
-        inside = max(moment - self.busy[k][0], 0.0) if k < len(self.busy) else 0.0
-        return self.sums[k] + inside
 
     def _starts(self) -> deque[tuple[float, int]]:
         """Return the earliest time at which this rank starts each communication, in order (second note above)."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.timeline import merge_intervals
+from legato.core.intervals import Intervals
 from legato.ingest.kineto.phases import BackwardPass, Nodes, Phases, find_phases
 from legato.ingest.kineto.trace.activities import (
     Activity,
@@ -310,17 +310,9 @@ class _Stalls:
             if t.carries_gradients or waiting
         ]
         self._done = sorted(end for _, end in spans)
-        self._busy = merge_intervals(spans)
-        self._ends = [end for _, end in self._busy]
+        self._busy = Intervals(spans)
 
     def within(self, start: float, end: float) -> float:
         """Return how long the device waited from `start` on, at most up to the last end of a transfer before `end`."""
         last = bisect.bisect_right(self._done, end) - 1
-        end = max(self._done[last], start) if last >= 0 else start
-        total = 0.0
-        for k in range(bisect.bisect_right(self._ends, start), len(self._busy)):
-            a, b = self._busy[k]
-            if a >= end:
-                break
-            total += min(b, end) - max(a, start)
-        return total
+        return self._busy.within(start, max(self._done[last], start)).seconds if last >= 0 else 0.0

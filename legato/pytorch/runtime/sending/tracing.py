@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals
+from legato.core.intervals import Intervals
+from legato.core.timeline import Span, SpanKind, Timeline
 from legato.pytorch.device import clock_for, group_device
 from legato.pytorch.private.tensors import leaves
 
@@ -95,8 +96,7 @@ class Tracer:
     @property
     def communication_s(self) -> float:
         """Return the time, in seconds, during which at least one of the messages that have arrived was in flight."""
-        busy = merge_intervals((s.start_s, s.end_s) for s in self._spans() if s.kind == "message")
-        return sum(end - start for start, end in busy)
+        return Intervals((s.start_s, s.end_s) for s in self._spans() if s.kind == "message").seconds
 
     def timelines(self, name: str) -> list[Timeline]:
         """Return one timeline for each complete iteration; each timeline starts at 0 seconds."""

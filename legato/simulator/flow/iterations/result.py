@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import InputError
+from legato.core.intervals import Intervals
 from legato.core.plan import Plan
-from legato.core.timeline import Span, Timeline, merge_intervals, overlap
+from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
 from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Fabric
@@ -196,9 +197,9 @@ class FlowResult:
         start_s, _ = self.compute.op_times("backward", self.iterations - 1)
         return float(self.aggregated_s[-1].max() - start_s[:, 0].min())
 
-    def _in_flight(self) -> list[tuple[float, float]]:
+    def _in_flight(self) -> Intervals:
         way = self.messages
-        return merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
+        return Intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
 
     @property
     def computation_s(self) -> float:
@@ -228,7 +229,7 @@ class FlowResult:
         """Return the overlap of worker 0's messages and ops in the last iteration."""
         times = [self.compute.op_times(half, self.iterations - 1) for half in ("forward", "backward")]
         spans = (zip(start[0].tolist(), end[0].tolist(), strict=True) for start, end in times)
-        return overlap(self._in_flight(), merge_intervals(chain.from_iterable(spans)))
+        return self._in_flight().overlap(Intervals(chain.from_iterable(spans)))
 
     @property
     def utilization(self) -> float:
