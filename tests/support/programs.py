@@ -2480,6 +2480,8 @@ def explore(options, pool_of, drawn_for):
             least, text = report(pool, seed, names, what, other, options.whole)
             what = f"{what.splitlines()[0]} ({', '.join(least)})"
             print(text, flush=True)
+        elif outcome == "refused":
+            print(f"seed {seed} is refused: {', '.join(names)}", flush=True)
         for line in what.splitlines() if outcome == "equal" else [" ".join(what.split())]:
             reasons[outcome, re.sub(r"\d+", "N", line)[:150]] += 1
         if seed + 1 == last or (seed + 1 - first) % 50 == 0:
