@@ -168,6 +168,7 @@ def simulate(
     *,
     fabric: str | Fabric | None = None,
     compute: Literal["one", "unlimited"] = "one",
+    fault: str = "none",
 ) -> Timeline:
     """Predict one steady-state training iteration.
 
@@ -176,25 +177,32 @@ def simulate(
     stream, or, with `compute="unlimited"`, starts every op as soon as its inputs exist.
 
     With a `fabric` (a name from `legato.simulator.flow.FABRICS`, or a `Fabric`), every transfer on every link is
-    simulated, on the network that `Network.of` derives from the cluster; workers have one stream.
-    `legato.simulator.flow` has more settings: other topologies, hosts with several GPUs, slow workers and links,
-    jitter.
+    simulated, on the network that `Network.of` derives from the cluster; workers have one stream. Then a `fault` can
+    slow links and workers down for a while, or let them fail, as in `legato simulate --disturb`; the timeline is one
+    such iteration. `legato.simulator.flow` has more settings: other topologies, hosts with several GPUs, slow workers
+    and links, jitter.
 
     Raises `PlanError` on a plan that does not fit the workload or that can never finish because its messages wait for
     each other, and `InputError` on an unknown fabric or setting.
     """
     if fabric is None:
+        if fault != "none":
+            raise InputError(f"fault: {fault!r} (expected none without a fabric)")
         from legato.simulator import collective
 
         return collective.simulate(workload, plan, cluster, compute=compute)
     if compute != "one":
         raise InputError(f"compute: {compute!r} (expected 'one' on a fabric)")
+    from dataclasses import replace
+
     from legato.simulator.flow import Network, simulate_flow
     from legato.simulator.flow.fabrics import fitting
+    from legato.simulator.flow.network.disturbances import parse_disturbances
 
     if isinstance(fabric, str):
         fabric = fitting(fabric, {"servers": cluster.servers} if cluster.servers else {})
-    return simulate_flow(workload, plan, fabric, Network.of(cluster)).timeline()
+    network = replace(Network.of(cluster), disturbances=parse_disturbances(fault))
+    return simulate_flow(workload, plan, fabric, network, iterations=1 if network.disturbances else None).timeline()
 
 
 if not TYPE_CHECKING:  # otherwise, type checkers would accept every misspelt name

@@ -11,6 +11,7 @@ from support.command import run
 
 import legato
 from legato import zoo
+from legato.core.errors import InputError
 from legato.core.job import Job, Mesh
 from legato.fsdp.costs import Costs
 from legato.schedule import schedule
@@ -113,6 +114,20 @@ def test_accumulated_micro_batches(ask):
     alone = ask("workload", "llama-3-8b", "--batch", 6, "--accumulate", 3)
     job = ask("workload", "llama-3-8b", "--gpus", 1, "--microbatches", 3, "--microbatch-size", 2)
     same(alone["forward_s"] + alone["backward_s"], job["computing_s"])
+
+
+def test_a_fault(ask, tmp_path):
+    """`simulate`, its cell in `sweep`, and Python, of an iteration in which a link is slow for a while."""
+    file, workload = tmp_path / "w.json", zoo.workload("alexnet-v2")
+    legato.write(file, workload)
+    fault, cluster = "link:1:4:20ms:60ms", legato.Cluster.derive(4, 10e9, 30e-6)
+    disturbed = [file, "--workers", 4, "--fabric", "ring", "--disturb", fault]
+    plan = legato.plan(workload, cluster, "fifo")
+    python = legato.simulate(workload, plan, cluster, fabric="ring", fault=fault)
+    same(*(ask(verb, *disturbed)["iteration_s"] for verb in ("simulate", "sweep")), python.iteration_s)
+    assert python.iteration_s > 1.01 * legato.simulate(workload, plan, cluster, fabric="ring").iteration_s
+    with pytest.raises(InputError, match="expected none without a fabric"):
+        legato.simulate(workload, plan, cluster, fault=fault)
 
 
 # ---- a machine and its links -----------------------------------------------------------------
