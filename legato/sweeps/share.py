@@ -36,7 +36,8 @@ from legato.sweeps.results import Swept
 from legato.sweeps.run import outcomes
 from legato.whole_jobs.flow.shared import STEPS, SharedStep, simulate_shared
 from legato.whole_jobs.flow.step import network_of as network_on
-from legato.whole_jobs.step import waits
+from legato.whole_jobs.step import Step, waits
+from legato.whole_jobs.traced import ProgramStep
 from legato.zoo.presets import machine_named, with_links
 
 __all__ = ["MixResults", "MixRow", "Shared", "share", "sweep_shared"]
@@ -52,13 +53,15 @@ class Shared:
     """Jobs on a network, in one or several cases, such as with and without disturbances.
 
     Each case has the window of time in which its jobs were measured, and its jobs' times. `timelines()` returns a
-    timeline of each job, or None for a job that starves, in the case with the smallest mean slowdown.
+    timeline of each job, or None for a job that starves, in the case with the smallest mean slowdown. Workloads have
+    `fabrics`, and whole jobs and programs have their steps `alone`.
     """
 
     rows: list[dict[str, Any]]
     network: Network
-    fabrics: Sequence[Fabric]
     timelines: Callable[[], Sequence[Timeline | None]]
+    fabrics: Sequence[Fabric] = ()
+    alone: Sequence[Step | ProgramStep] = ()
 
     def table(self, title: str = "") -> Table:
         """Return a table with a row for each job in each case, and a row for all jobs of a case."""
@@ -217,7 +220,7 @@ def _of_workloads(
         drawn = iter(times.timelines())
         return [None if job.iteration_s is None else next(drawn) for job in times.jobs]
 
-    return Shared(rows, network, fabrics, timelines)
+    return Shared(rows, network, timelines, fabrics)
 
 
 def _network(workers: Sequence[int], how: Placement, axes: Mapping[str, Any]) -> Network:
@@ -275,7 +278,7 @@ def _of_jobs(
     def timelines() -> list[Timeline | None]:
         return [None if one.longest is None else one.longest.timeline() for one in found]
 
-    return Shared([case | {"jobs": rows}], network, (), timelines)
+    return Shared([case | {"jobs": rows}], network, timelines, alone=[one.alone for one in found])
 
 
 _PARTS = ("links", "switches")

@@ -269,11 +269,11 @@ SWEEP = """(() => {
   const seen = {all: rows().length};
   input.value = "RING 10 gbit";
   input.dispatchEvent(new Event("input"));
-  seen.some = rows().map((row) => row.cells[0].textContent.trim());
+  seen.some = rows().map((row) => row.cells[2].textContent.trim());
   seen.said = box.querySelector("output").textContent;
   button("workers").click();
   button("workers").click();
-  seen.sorted = rows().map((row) => Number(row.cells[2].dataset.sort));
+  seen.sorted = rows().map((row) => Number(row.cells[0].dataset.sort));
   const div = document.querySelector(".plot.panels");
   Plotly.relayout(div, {"xaxis.range": [0.7, 0.8]});
   seen.zoomed = div.layout.xaxis.range;

@@ -128,7 +128,7 @@ def simulate_jobs(
 ) -> None:
     """Print how long the steps of whole jobs and programs take on a network that they share."""
     from legato.sweeps.share import share
-    from legato.whole_jobs.step import predict
+    from legato.whole_jobs.step import Step
     from legato.whole_jobs.told import caveats
     from legato.zoo.presets import machine_named
 
@@ -143,10 +143,10 @@ def simulate_jobs(
     shift_s = one_each("shift", places.shift, len(jobs), parse_seconds, 0.0)
     switches = {axis.field: value for axis, value in machine.of("switches").items()}
     found = share(jobs, hosts=places.how, shift_s=shift_s, iterations=iterations, machine=links, **switches)
-    if not json:
-        for job in {job.name: job for job in jobs if isinstance(job, Job)}.values():
-            for caveat in caveats(predict(job)):
-                note(f"{job.name}: {caveat}")
+    steps = [step for step in found.alone if isinstance(step, Step)]
+    notes = dict.fromkeys(f"{step.job.name}: {caveat}" for step in steps for caveat in caveats(step))
+    for line in () if json else notes:
+        note(line)
     title = f"{count(len(jobs), 'job')} on {found.network.workers:,} x {links.name}{said(machine)}"
     _show(found, f"{title}, {places.how}, by flows", output, said(machine).removeprefix(", "), json)
 

@@ -1,4 +1,4 @@
-"""What a rank does in a traced step: computing, exposed communication, waits for late ranks, and waits for the host."""
+"""Measures a traced step of a rank: computing, exposed communication, waits for late ranks, and waits for the host."""
 
 from __future__ import annotations
 
