@@ -15,6 +15,7 @@ from legato.schedule import Scheduler
 from legato.simulator.flow import Fabric
 from legato.sweeps.grid import PLAIN, Grid, check_axes
 from legato.sweeps.jobs import JobRow, sweep_jobs
+from legato.sweeps.results import named
 from legato.sweeps.run import sweep as sweep_grid
 
 __all__ = ["Axes", "sweep"]
@@ -95,12 +96,8 @@ def sweep(what: Any, *, jobs: int | None = None, dask: str | None = None, progre
     parts = _OF_JOBS.get(fidelity or "flows", ())
     check_axes(axes, [field for field, axis in _AXES.items() if not whole[0] or axis.part in parts])
     if whole[0]:
-        names = [one.name for one in several]
-        named = {
-            f"{n} {k + 1}" if names.count(n) > 1 else n: one
-            for k, (n, one) in enumerate(zip(names, several, strict=True))
-        }
-        return sweep_jobs(named, axes, fidelity or "flows", **how)
+        inputs = dict(zip(named(several), several, strict=True))
+        return sweep_jobs(inputs, axes, fidelity or "flows", **how)
     grid = Grid(
         workloads=several,
         fabrics=_several(options.get("fabric", "ring")),

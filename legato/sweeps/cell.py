@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from legato.core.axes import SERVERS
 from legato.core.cluster import UNDIVIDED
 from legato.core.code import blame
 from legato.core.errors import InputError, LegatoError, TooLargeError
@@ -21,10 +22,11 @@ from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import cluster_for_bound, kind_of
 from legato.simulator import collective
 from legato.simulator.flow import FABRICS, Fabric, FlowResult, Network, plain_plan, simulate_flow
+from legato.simulator.flow.fabrics import fitting
 from legato.simulator.flow.iterations.run import check_flow
 from legato.simulator.flow.network.network import PRICED_AS
 from legato.simulator.flow.pricing import cluster_for
-from legato.sweeps.grid import PLAIN, Cell, Fidelity, fabric_names
+from legato.sweeps.grid import PLAIN, Cell, Fidelity, fabric_names, network_of
 
 __all__ = ["Outcome", "Simulation", "attempt", "plan_for", "run_cell"]
 
@@ -134,12 +136,14 @@ class Simulation:
 
 
 def _simulated(cell: Cell, workload: Workload, scheduler: str | Scheduler, given: str | Fabric) -> dict[str, Any]:
-    network, fabric = cell.network, cell.made_fabric(given)
-    plan = plan_for(scheduler, workload, cell.fabric, fabric, network)
-    found = Simulation([workload], network, cell.fidelity, cell.iterations).run(plan, cell.fabric, fabric)
+    how, servers = cell.settings, cell.axes[SERVERS.field]
+    name, network = how["fabric"], network_of(cell.axes)
+    fabric = fitting(given, how["options"] | ({SERVERS.field: servers} if servers else {}))
+    plan = plan_for(scheduler, workload, name, fabric, network)
+    found = Simulation([workload], network, how["fidelity"], how["iterations"]).run(plan, name, fabric)
     bound_s = None
-    if cell.fidelity == "formulas":
-        cluster = cluster_for_bound(plan, network.cluster(cell.fabric, fabric.servers))
+    if how["fidelity"] == "formulas":
+        cluster = cluster_for_bound(plan, network.cluster(name, fabric.servers))
         bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds
     return {
         "iteration_s": found.iteration_s,

@@ -30,7 +30,7 @@ Fidelity = Literal["formulas", "transfers"]
 #: The name for planning without a scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
-#: Part of the keys of cells with code of the user's own, so that every process runs them again: the code may change.
+#: Part of the keys of cells with code of the user's own, so that every process runs them again.
 THIS_RUN = secrets.token_hex(8)
 _FIELDS = [axis.field for axis in NETWORK]
 #: The axes in the order of the grid, slowest first: the reverse order of the table, except for the number of servers.
@@ -58,20 +58,16 @@ def check_axes(axes: Mapping[str, tuple[Any, ...]], known: Sequence[str]) -> Non
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """All inputs of one simulation, with `workload_id` (`files.identity`) in place of the workload.
+    """All that determines the result of one simulation of a sweep.
 
-    `axes` has the values of the network's axes, in the order of the table of axes; the number of servers is 0 for
-    fabrics without servers. `options` are options of the fabric. The user's own schedulers and fabrics are named by
-    their `label`.
+    `inputs` are the identities of workloads or of a job (`files.identity`), `settings` says how they are simulated, and
+    `axes` has values of the network's axes, by field. The user's own schedulers and fabrics are named by their `label`,
+    and make `own` different in every process: their code may change.
     """
 
-    workload_id: str
-    fabric: str
-    scheduler: str
-    fidelity: Fidelity
-    axes: tuple[Any, ...]
-    iterations: int | None
-    options: tuple[tuple[str, Any], ...]
+    inputs: tuple[str, ...]
+    settings: dict[str, Any]
+    axes: dict[str, Any]
     own: str = ""
     version: str = __version__
 
@@ -79,21 +75,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Return a hash of the cell and of the version of legato."""
         return files.identity(self)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return the values of the network's axes, by field."""
-        return dict(zip(_FIELDS, self.axes, strict=True))
-
-    @property
-    def network(self) -> Network:
-        """Return the cell's network. Raises `InputError` on numbers outside their range."""
-        return network_of(self.values)
-
-    def made_fabric(self, fabric: str | Fabric) -> Fabric:
-        """Return the cell's fabric with the cell's options and number of servers."""
-        servers = self.values[SERVERS.field]
-        return fitting(fabric, dict(self.options) | ({"servers": servers} if servers else {}))
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
@@ -185,27 +166,25 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return list(self._cells())
 
     def _cells(self) -> Iterator[Cell]:
-        iterations = 1 if self._disturbed else self.iterations
+        iterations, options = 1 if self._disturbed else self.iterations, dict(sorted(self.options.items()))
+        how = {"fidelity": self.fidelity, "iterations": iterations, "options": options}
         for job in dict.fromkeys(map(files.identity, self.workloads)):
             for name, fabric in self._by_label(self.fabrics).items():
                 has_servers = fitting(fabric, {}).servers > 0
                 for scheduler, planner in self._schedulers(has_servers).items():
                     for values in self._networks(has_servers=has_servers):
                         yield Cell(
-                            workload_id=job,
-                            fabric=name,
-                            scheduler=scheduler,
-                            fidelity=self.fidelity,
-                            axes=tuple(values[field] for field in _FIELDS),
-                            iterations=iterations,
-                            options=tuple(sorted(self.options.items())),
+                            inputs=(job,),
+                            settings={"fabric": name, "scheduler": scheduler, **how},
+                            axes={field: values[field] for field in _FIELDS},
                             own="" if isinstance(fabric, str) and isinstance(planner, str) else THIS_RUN,
                         )
 
     def parts(self, cell: Cell) -> tuple[str | Scheduler, str | Fabric]:
         """Return the scheduler and the fabric of a cell: their names, or the user's own objects."""
         schedulers, fabrics = self._by_label(self.schedulers), self._by_label(self.fabrics)
-        return schedulers.get(cell.scheduler, cell.scheduler), fabrics[cell.fabric]
+        scheduler = cell.settings["scheduler"]
+        return schedulers.get(scheduler, scheduler), fabrics[cell.settings["fabric"]]
 
     def _by_label(self, given: tuple[Any, ...]) -> dict[str, Any]:
         return {_label(one): one for one in given}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from legato.core import __version__, files
+from legato.core import files
 from legato.core.axes import NETWORK
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -16,6 +16,7 @@ from legato.core.table import Column, Table
 from legato.reports.model import BreakdownChart, ModelReport
 from legato.simulator.flow import Network
 from legato.sweeps.cell import Outcome, attempt
+from legato.sweeps.grid import Cell
 from legato.sweeps.journal import Journal
 from legato.sweeps.results import Swept
 from legato.sweeps.run import outcomes
@@ -28,19 +29,6 @@ __all__ = ["JobResults", "JobRow", "on_network", "step_on", "sweep_jobs"]
 
 #: The largest number of cells: a prediction of a large job takes 0.1 s, and a simulation takes seconds.
 _MOST_CELLS = 10_000
-
-
-class _Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on a network: the identity of the job, and the values of axes that replace those in the job's file."""
-
-    job: str
-    fidelity: Literal["formulas", "flows"]
-    axes: dict[str, Any]
-    version: str = __version__
-
-    @property
-    def key(self) -> str:
-        return files.identity(self)
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,10 +119,11 @@ def sweep_jobs(
     if len(named) * len(networks) > _MOST_CELLS:
         raise InputError(f"{len(named) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
     ids = {name: files.identity(job) for name, job in named.items()}
-    cells = [(name, _Cell(job=ids[name], fidelity=fidelity, axes=network)) for name in named for network in networks]
+    how = {"fidelity": fidelity}
+    cells = [(name, Cell(inputs=(ids[name],), settings=how, axes=axes)) for name in named for axes in networks]
     work = [(cell, named[name]) for name, cell in cells]
     for cell, job in work:
-        on_network(job, cell.axes, cell.fidelity)
+        on_network(job, cell.axes, cell.settings["fidelity"])
     done = outcomes(work, _run, fidelity, journal=journal, jobs=jobs, dask=dask, progress=progress)
     first_s: dict[str, float] = {}
     rows: list[JobRow] = []
@@ -156,9 +145,9 @@ def sweep_jobs(
     return JobResults(rows, named, fidelity)
 
 
-def _run(cell: _Cell, job: Job) -> Outcome:
+def _run(cell: Cell, job: Job) -> Outcome:
     def simulated() -> dict[str, Any]:
-        step, _ = step_on(*on_network(job, cell.axes, cell.fidelity))
+        step, _ = step_on(*on_network(job, cell.axes, cell.settings["fidelity"]))
         return {"iteration_s": step.seconds, "utilization": step.utilization, "parts": step.parts}
 
     return attempt(simulated)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from legato.core.axes import NETWORK, Axis
 from legato.core.results import Results
 from legato.core.table import Column
 
-__all__ = ["Swept"]
+__all__ = ["Swept", "named"]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def named(inputs: Sequence[_Named]) -> list[str]:
+    """Return the names of inputs; inputs with the same name are numbered."""
+    names = [one.name for one in inputs]
+    return [f"{name} {k + 1}" if names.count(name) > 1 else name for k, name in enumerate(names)]
 
 
 class _Row(Protocol):

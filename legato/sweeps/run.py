@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from legato.core import files
 from legato.core.axes import SERVERS, SWEPT
@@ -37,23 +37,17 @@ def sweep(
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
-    work = [(cell, (by_id[cell.workload_id], *grid.parts(cell))) for cell in cells]
+    work = [(cell, (by_id[cell.inputs[0]], *grid.parts(cell))) for cell in cells]
     done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, dask=dask, progress=progress)
     return _rows(grid, cells, done)
 
 
-class _Keyed(Protocol):
-    @property
-    def key(self) -> str: ...
-
-
-C = TypeVar("C", bound=_Keyed)
 T = TypeVar("T")
 
 
 def outcomes(
-    work: Sequence[tuple[C, T]],
-    run: Callable[[C, T], Outcome],
+    work: Sequence[tuple[Cell, T]],
+    run: Callable[[Cell, T], Outcome],
     fidelity: str,
     *,
     journal: Journal | None,
@@ -85,7 +79,7 @@ def outcomes(
     return done
 
 
-def _run(run: Callable[[C, T], Outcome], todo: tuple[str, tuple[C, T]]) -> tuple[str, Outcome]:
+def _run(run: Callable[[Cell, T], Outcome], todo: tuple[str, tuple[Cell, T]]) -> tuple[str, Outcome]:
     key, (cell, item) = todo
     return key, run(cell, item)
 
@@ -93,20 +87,18 @@ def _run(run: Callable[[C, T], Outcome], todo: tuple[str, tuple[C, T]]) -> tuple
 def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[SweepRow]:
     label = _labels(grid)
     found = [(cell, done[cell.key]) for cell in cells]
-    first = cells[0].fabric, cells[0].scheduler
+    first = _series(cells[0])
     # A cell without servers is compared with the baseline of the first number of servers, if there is one.
-    servers = cells[0].values[SERVERS.field]
-    base = {_network(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
+    servers = cells[0].axes[SERVERS.field]
+    base = {_network(cell): out.iteration_s for cell, out in found if _series(cell) == first}
     rows = []
     for cell, out in found:
-        values = cell.values
+        values = cell.axes
         base_s = base[_network(cell, (values[SERVERS.field] or servers) if servers else 0)]
         rows.append(
             SweepRow(
-                workload=label[cell.workload_id],
-                fabric=cell.fabric,
-                scheduler=cell.scheduler,
-                fidelity=cell.fidelity,
+                workload=label[cell.inputs[0]],
+                **{name: cell.settings[name] for name in ("fabric", "scheduler", "fidelity")},
                 axes={axis.field: values[axis.field] for axis in SWEPT},
                 iteration_s=out.iteration_s,
                 speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
@@ -122,9 +114,13 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> Results[Sw
     return Results(rows)
 
 
+def _series(cell: Cell) -> tuple[str, str]:
+    return cell.settings["fabric"], cell.settings["scheduler"]
+
+
 def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
     """Return the workload and the network that a cell shares with its baseline; `servers` replaces its servers."""
-    return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
+    return cell.inputs[0], *(cell.axes if servers is None else cell.axes | {SERVERS.field: servers}).values()
 
 
 def _labels(grid: Grid) -> dict[str, str]:

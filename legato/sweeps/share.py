@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from legato.core import __version__, files
+from legato.core import files
 from legato.core.axes import BY_NAME, NETWORK
 from legato.core.errors import InputError
 from legato.core.job import Job, Machine
@@ -31,8 +31,8 @@ from legato.simulator.flow.iterations.run import check_flow_plan
 from legato.simulator.flow.shared.jobs import ITERATIONS
 from legato.simulator.flow.shared.placement import Placement, check_taken, num_hosts
 from legato.sweeps.cell import Outcome, attempt, plan_for
-from legato.sweeps.grid import PLAIN, THIS_RUN, check_axes, network_of
-from legato.sweeps.results import Swept
+from legato.sweeps.grid import PLAIN, THIS_RUN, Cell, check_axes, network_of
+from legato.sweeps.results import Swept, named
 from legato.sweeps.run import outcomes
 from legato.whole_jobs.flow.shared import STEPS, SharedStep, simulate_shared
 from legato.whole_jobs.flow.step import network_of as network_on
@@ -174,11 +174,6 @@ def _each(name: str, value: Any, jobs: int) -> list[Any]:
     return values * jobs if len(values) == 1 else values
 
 
-def _named(jobs: Sequence[Any]) -> list[str]:
-    titles = [job.name for job in jobs]
-    return [f"{name} {j + 1}" if titles.count(name) > 1 else name for j, name in enumerate(titles)]
-
-
 def _of_workloads(
     workloads: Sequence[Any],
     each: Mapping[str, list[Any]],
@@ -193,7 +188,7 @@ def _of_workloads(
     fabrics = [fitting(name, options) for name in each["fabric"]]
     jobs = []
     for j, (name, workload, taken) in enumerate(
-        zip(_named(workloads), workloads, place(workers, how, network), strict=True)
+        zip(named(workloads), workloads, place(workers, how, network), strict=True)
     ):
         plan = each["plan"][j]
         if plan is not None:
@@ -272,7 +267,7 @@ def _of_jobs(
     check_taken({gpu for own in taken for gpu in own}, network)
     steps = STEPS if iterations is None else iterations
     window_s, found = simulate_shared(jobs, taken, network, machine, steps=steps, shift_s=shift_s)
-    rows = [_step(*one) for one in zip(_named(jobs), sizes, shift_s, found, strict=True)]
+    rows = [_step(*one) for one in zip(named(jobs), sizes, shift_s, found, strict=True)]
     case = {"case": "shared", "window_s": list(window_s), "slowdown": fmean(one.slowdown for one in found)}
 
     def timelines() -> list[Timeline | None]:
@@ -290,20 +285,6 @@ def _step(name: str, workers: int, shift_s: float, found: SharedStep) -> dict[st
     values |= {"shortest_s": min(steps_s), "longest_s": max(steps_s), "iterations": len(steps_s)}
     values |= {"alone_s": found.alone.seconds, "iteration_s": found.beside.seconds, "slowdown": found.slowdown}
     return _row(values | {"job": name, "workers": workers, "shift_s": shift_s})
-
-
-class _Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """Workloads on a network that they share: their identities, and what else determines their times."""
-
-    workloads: list[str]
-    settings: dict[str, Any]
-    axes: dict[str, Any]
-    own: str = ""
-    version: str = __version__
-
-    @property
-    def key(self) -> str:
-        return files.identity(self)
 
 
 class MixRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,20 +357,20 @@ def sweep_shared(
         raise InputError(f"{len(networks):,} networks (expected at most {_MOST_CELLS:,})")
     for network in networks:
         _network(settings["workers"], settings["hosts"], network)
-    named = {name: [str(one) for one in own] if isinstance(own, list) else own for name, own in settings.items()}
+    settled = {name: [str(one) for one in own] if isinstance(own, list) else own for name, own in settings.items()}
     user = any(not isinstance(one, str) for name in ("fabric", "scheduler") for one in settings[name])
     cells = [
-        _Cell(workloads=[*map(files.identity, workloads)], settings=named, axes=axes, own=THIS_RUN if user else "")
+        Cell(inputs=tuple(map(files.identity, workloads)), settings=settled, axes=axes, own=THIS_RUN if user else "")
         for axes in networks
     ]
     done = outcomes([(cell, (workloads, settings)) for cell in cells], _run, "transfers", **how)
     found = [done[cell.key] for cell in cells]
-    names = [f"{n} on {w}" for n, w in zip(_named(workloads), settings["workers"], strict=True)]
+    names = [f"{n} on {w}" for n, w in zip(named(workloads), settings["workers"], strict=True)]
     rows = (MixRow(axes=cell.axes, case=one.case, error=one.error) for cell, one in zip(cells, found, strict=True))
     return MixResults(rows, names)
 
 
-def _run(cell: _Cell, given: tuple[Sequence[Workload], Mapping[str, Any]]) -> Outcome:
+def _run(cell: Cell, given: tuple[Sequence[Workload], Mapping[str, Any]]) -> Outcome:
     def simulated() -> dict[str, Any]:
         workloads, settings = given
         (case, *_) = share(workloads, **settings, **cell.axes).rows

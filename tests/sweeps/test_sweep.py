@@ -70,7 +70,7 @@ def test_a_grid_is_every_combination_once():
     cells = GRID.cells()
     assert len(cells) == (2 + 1) * 2 * 2  # servers are an axis of the fabrics that have some
     assert len({cell.key for cell in cells}) == len(cells)
-    assert {cell.values["servers"] for cell in cells if cell.fabric == "ring"} == {0}
+    assert {cell.axes["servers"] for cell in cells if cell.settings["fabric"] == "ring"} == {0}
     twice = msgspec.structs.replace(GRID, workloads=(JOB, job()), axes=GRID.axes | {"workers": (2, 4, 2)})
     assert twice.cells() == cells
 
@@ -79,13 +79,17 @@ def test_the_key_is_the_content():
     (cell, *_) = GRID.cells()
     for field in cell.__struct_fields__:
         value = getattr(cell, field)
-        other = (*value, ("group", 2)) if isinstance(value, tuple) else 3 if value is None else value + "x"
-        assert msgspec.structs.replace(cell, **{field: other}).key != cell.key, field
+        parts = value.items() if isinstance(value, dict) else [(None, value)]
+        for name, part in parts:
+            other = "another" if part != "another" else ""
+            changed = other if name is None else value | {name: other}
+            changed = (changed,) if isinstance(value, tuple) else changed
+            assert msgspec.structs.replace(cell, **{field: changed}).key != cell.key, (field, name)
 
 
 def test_all_means_the_schedulers_made_for_a_fabric():
     asked = grid(fabrics=("ring", "parameter-server"), schedulers=("all",), fidelity="formulas")
-    found = {(cell.fabric, cell.scheduler) for cell in asked.cells()}
+    found = {(cell.settings["fabric"], cell.settings["scheduler"]) for cell in asked.cells()}
     assert {("ring", "legato"), ("parameter-server", "tac")} <= found and ("ring", "tac") not in found
 
 
