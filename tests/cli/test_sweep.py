@@ -194,7 +194,7 @@ def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, wor
 @pytest.fixture(scope="module")
 def dask():
     """The address of the scheduler of a cluster with two worker processes."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         yield cluster.scheduler_address
 
 

@@ -205,7 +205,7 @@ def test_processes_give_what_one_gives():
 
 def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
     """A scheduler, and workers in processes of their own."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         dask = cluster.scheduler_address
         with Journal(tmp_path / "j") as journal:
             rows = sweep(GRID, journal=journal, dask=dask)
@@ -220,7 +220,7 @@ def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
 
 def test_a_dask_cluster_without_workers():
     with (
-        LocalCluster(n_workers=0, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         pytest.raises(InputError, match=r"dask: the cluster at .* has no workers"),
     ):
         sweep(GRID, dask=cluster.scheduler_address)
