@@ -18,7 +18,7 @@ from legato.simulator.flow import Network
 from legato.sweeps.cell import Outcome, attempt
 from legato.sweeps.grid import Cell
 from legato.sweeps.journal import Journal
-from legato.sweeps.results import Swept
+from legato.sweeps.results import Swept, failures
 from legato.sweeps.run import outcomes
 from legato.whole_jobs.flow.step import FlowStep, network_of, simulate
 from legato.whole_jobs.step import Step, predict, waits
@@ -95,7 +95,7 @@ class JobResults(Swept[JobRow]):
         ]
         hint = f"{DRAWN} The time of each step is followed by the speedup over the first one."
         charts = (BreakdownChart(f"The step on each network{self.same}", hint, tuple(bars)),) if bars else ()
-        told = (self.table("networks: predicted", name), *self.failures)
+        told = (self.table("networks: predicted", name), *failures(row for row in self if row.job == name))
         return ModelReport(str(job), told=told, asides=tuple(caveats(predict(job))), breakdowns=charts)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from legato.core.axes import NETWORK, Axis
 from legato.core.results import Results
 from legato.core.table import Column
 
-__all__ = ["Swept", "named"]
+__all__ = ["Swept", "failures", "named"]
 
 
 class _Named(Protocol):
@@ -62,5 +62,10 @@ class Swept(Results[Row]):
     @property
     def failures(self) -> list[str]:
         """Return a line for each reason why cells have no result."""
-        errors = [row.error for row in self if row.error is not None]
-        return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]
+        return failures(self)
+
+
+def failures(rows: Iterable[_Row]) -> list[str]:
+    """Return a line for each reason why cells have no result."""
+    errors = [row.error for row in rows if row.error is not None]
+    return [f"{errors.count(error):,} failed: {error}" for error in dict.fromkeys(errors)]

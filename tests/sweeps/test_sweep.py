@@ -16,12 +16,13 @@ import pytest
 from distributed import LocalCluster
 from support.nets import chain
 
+import legato
 from legato.core.cluster import Cluster
 from legato.core.errors import FileError, InputError, LegatoError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.compare import compare
 from legato.simulator.flow import FABRICS, Disturbance, Network, fabric, simulate_flow
-from legato.sweeps import Grid, sweep, write_rows
+from legato.sweeps import Grid, JobResults, JobRow, sweep, write_rows
 from legato.sweeps.journal import Journal, journal_of
 from legato.sweeps.parallel import in_parallel
 
@@ -398,3 +399,22 @@ def test_switches_and_hosts_of_all_kinds_are_what_the_simulator_says():
     (tree,) = sweep(grid(workers=(16,), topology="fat-tree", core_oversubscription=2.0), jobs=1)
     network = Network(workers=16, bandwidth_bps=10e9, topology="fat-tree", core_oversubscription=2.0)
     assert tree.iteration_s == simulate_flow(JOB, None, "ring", network).iteration_s
+
+
+def test_a_page_tells_of_each_job_its_own_failures():
+    ran = JobRow(
+        job="a",
+        axes={},
+        step_s=1.0,
+        speedup=1.0,
+        tokens_per_s=1.0,
+        utilization=0.5,
+        parts={"computing": 1.0},
+        error=None,
+    )
+    failed = JobRow(
+        job="b", axes={}, step_s=None, speedup=None, tokens_per_s=None, utilization=None, parts={}, error="too large"
+    )
+    jobs = dict.fromkeys("ab", legato.job("llama-3-8b", data=8))
+    first, second = JobResults([ran, failed], jobs, "formulas").sections()
+    assert len(first.told) == 1 and second.told[1:] == ("1 failed: too large",)
